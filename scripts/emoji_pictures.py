@@ -115,9 +115,9 @@ def write_tokenizer(captions: Iterable[str], folder: Path) -> int:
     """Train a tokenizer of CLIP's kind on captions, write it, and return how many tokens it has."""
     from transformers import CLIPTokenizer
 
-    from cascade_train.models.token_count import FOLDER
+    from cascade_train.models.text_encoder import PACKAGED_TOKENIZER
 
-    packaged = CLIPTokenizer.from_pretrained(str(FOLDER))
+    packaged = CLIPTokenizer.from_pretrained(str(PACKAGED_TOKENIZER))
     trained = packaged.train_new_from_iterator([captions], vocab_size=WORDS, show_progress=False)
     trained.save_pretrained(str(folder))
     return len(trained)

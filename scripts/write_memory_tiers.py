@@ -15,10 +15,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from cascade_train.assembly.planning.budget import Budget
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from cascade_train.assembly.planning.budget import Budget
 from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES
 from cascade_train.assembly.planning.fitting import TIERS_GB, changed, choose
 from cascade_train.assembly.planning.memory import memory_of, over_ranks
@@ -114,14 +114,15 @@ def overview(name: str, overrides: str) -> str:
     gb, tflop = taken(overrides)
     hours = 10_000 * 32 * float(tflop) / (ASSUMED_MFU * DEVICES["h100"].tflops) / 3600
     time = f"{tflop} | {hours:.1f} to {2 * hours:.1f}"
-    return f"| {name} | {gb[1]} | {gb[8]} | {' | '.join(_savings(overrides)[:2])} | {time} |"
+    return f"| {name} | {gb[1]} | {gb[8]} | {' | '.join(_chosen(overrides)[:2])} | {time} |"
 
 
-def _savings(overrides: str) -> list[str]:
-    """Return by what each tier makes a training fit, as docs/memory.md has it."""
+def _chosen(overrides: str) -> list[str]:
+    """Return images per pass and savings that each tier chooses, from the table of docs/memory.md."""
     model, task = (each.partition("=")[2] for each in overrides.split())
     line = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{model}` | `{task}` | "))
-    return [re.sub(r"(.*?)(; )?\d+ at a time.*", r"\1", each.strip()) or "nothing" for each in line.split("|")[3:-1]]
+    cells = [re.fullmatch(r"(?:(.*); )?(\d+) at a time, .*", each.strip()) for each in line.split("|")[3:-1]]
+    return [", ".join(filter(None, (each[2], each[1]))) if each else "-" for each in cells]
 
 
 def split(name: str, overrides: str) -> str:
@@ -167,8 +168,8 @@ def split_lines() -> Iterator[str]:
 
 def overview_lines() -> Iterator[str]:
     """Yield the README's table."""
-    tiers = "`memory=16gb` takes | `memory=24gb` takes"
-    yield f"| | one GPU, GB | each of 8 GPUs, GB | {tiers} | TFLOP an image | hours on an H100 |"
+    tiers = "`memory=16gb` | `memory=24gb`"
+    yield f"| | one GPU, GB | each of 8 GPUs, GB | {tiers} | TFLOP per image | hours on an H100 |"
     yield "|---|---|---|---|---|---|---|"
     yield from (overview(*each) for each in OVERVIEW)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cascade_train.models.token_count import FOLDER
+from cascade_train.models.text_encoder import PACKAGED_TOKENIZER
 
 START, END, WORD_END = "<|startoftext|>", "<|endoftext|>", "</w>"
 
@@ -87,4 +87,4 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(FOLDER)
+    write(PACKAGED_TOKENIZER)

@@ -1,13 +1,16 @@
 """Options of components: markers of what they mean to resumes, caches and saved configurations, and checks of ranges.
 
-`num_workers: Free[int]` in a constructor; markers may be nested, and are read by config/arguments.py. A check raises a
-ConfigError that names key, value and rule.
+`num_workers: Free[int]` in a constructor; markers may be nested, and are read by config/arguments.py. Markers of
+ranges, such as `shift: Positive[float]`, and Literals are checked by `check_fields`. A check raises a ConfigError that
+names key, value and rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from cascade_train.errors import ConfigError
 
@@ -67,3 +70,39 @@ def check_increasing(key: str, pair: Sequence[float]) -> None:
     """Refuse what is not two numbers [low, high] with low < high."""
     if len(pair) != 2 or not pair[0] < pair[1]:
         raise ConfigError(f"{key}={list(pair)} must be two numbers [low, high] with low < high; swap or change them")
+
+
+Positive = Annotated[T, partial(check_above, low=0)]
+"""A number above 0."""
+
+Several = Annotated[T, partial(check_above, low=1)]
+"""A whole number of 2 or more."""
+
+Share = Annotated[T, partial(check_within, low=0.0, high=1.0)]
+"""A number in [0, 1]."""
+
+Rising = Annotated[T, check_increasing]
+"""Two numbers, the lower first."""
+
+
+def check_fields(owner: Any, prefix: str = "") -> None:
+    """Check the attributes of a dataclass by the markers and Literals of their types; None passes."""
+    kind: Any = type(owner)
+    for name, check in _field_checks(kind):
+        if (value := getattr(owner, name)) is not None:
+            check(f"{prefix}{name}", value)
+
+
+@cache
+def _field_checks(owner: Any) -> list[tuple[str, Callable[[str, Any], None]]]:
+    hints = get_type_hints(owner, include_extras=True)
+    return [(name, check) for name, hint in hints.items() for check in _checks(hint)]
+
+
+def _checks(hint: Any) -> Iterator[Callable[[str, Any], None]]:
+    if get_origin(hint) is Literal:
+        yield partial(check_choice, choices=get_args(hint))
+    elif get_origin(hint) in (Annotated, Union, UnionType):
+        yield from (marker for marker in getattr(hint, "__metadata__", ()) if callable(marker))
+        for item in get_args(hint):
+            yield from _checks(item)

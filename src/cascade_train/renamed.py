@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-_MODELS, _DIFFUSION = "cascade_train.models", "cascade_train.diffusion"
+_DATA, _MODELS, _DIFFUSION = "cascade_train.data", "cascade_train.models", "cascade_train.diffusion"
+_FILTERS = "cascade_train.filters"
 
 RENAMED = {
     **{
@@ -21,6 +22,10 @@ RENAMED = {
             ("stage_c", "cascade.stage_c"),
         )
     },
+    f"{_DATA}.regularised.Regularised": f"{_DATA}.mixture.Regularised",
+    f"{_FILTERS}.onnx_network.OnnxFilter": f"{_FILTERS}.network.OnnxFilter",
+    f"{_FILTERS}.torch_network": f"{_FILTERS}.network",
+    f"{_MODELS}.stage_vae.VAEStage": f"{_MODELS}.autoencoder_kl.VAEStage",
     f"{_DIFFUSION}.noise_condition.StableDiffusionCondition": f"{_DIFFUSION}.noise_condition.ScaledLinearCondition",
     f"{_DIFFUSION}.schedule.StableDiffusionSchedule": f"{_DIFFUSION}.schedule.ScaledLinearSchedule",
 }

@@ -37,7 +37,7 @@ from cascade_train.distributed.gloo import Gather, Scatter
 from cascade_train.distributed.parallelize import local
 from cascade_train.engine.loop import Trainer
 from cascade_train.engine.phase import averaged
-from cascade_train.models.formats.weights_tensors import StoredTensors
+from cascade_train.models.formats.weights import StoredTensors
 from cascade_train.tasks.text_to_image import TextToImage
 
 GATHERED_AT_ONCE_BYTES = sharded.GATHERED_AT_ONCE_BYTES
@@ -196,11 +196,8 @@ def find_hook(name: str) -> Callable[[Path], None]:
 
 IMPORTED_FIRST = (
     *("torch._dynamo", "torch.distributed.checkpoint.state_dict", "cascade_train.data.shapes"),
-    *(
-        "cascade_train.models.cascade.stage_c",
-        "cascade_train.models.text_encoder",
-        "cascade_train.models.cascade.convolutional",
-    ),
+    *("cascade_train.models.cascade.stage_c", "cascade_train.models.text_encoder"),
+    "cascade_train.models.cascade.convolutional",
     *("cascade_train.tasks.finetune", "cascade_train.models.formats.export"),
     "cascade_train.models.cascade.networks.response_norm",
 )

@@ -20,10 +20,9 @@ from cascade_train.__main__ import launch
 from cascade_train.commands.export import ExportArgs, export
 from cascade_train.config.groups import option_targets
 from cascade_train.errors import ConfigError
-from cascade_train.files.hub import parse_source
-from cascade_train.files.web import WebFile
+from cascade_train.files.hub import WebFile, parse_source
 from cascade_train.models.formats.weights_source import TOKENIZER_FILES, find_weight_files
-from cascade_train.models.token_count import FOLDER
+from cascade_train.models.text_encoder import PACKAGED_TOKENIZER
 from cascade_train.results.evaluation.published import CLIP, NETWORKS
 from tests.integration.runs import SMALL
 from tests.loopback_hub import COMMIT, Hub, point_to, serving
@@ -52,7 +51,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     CLIPTextModelWithProjection(CLIPTextConfig(**sizes, **layers)).save_pretrained(folder)
     found = {"README.md": b"# A card", "text_encoder/flax_model.msgpack": bytes(5000)}
     found |= {f"text_encoder/{path.name}": path.read_bytes() for path in folder.iterdir()}
-    found |= {f"tokenizer/{path.name}": path.read_bytes() for path in FOLDER.iterdir() if path.is_file()}
+    found |= {f"tokenizer/{path.name}": path.read_bytes() for path in PACKAGED_TOKENIZER.iterdir() if path.is_file()}
     for part in ("prior", "semantic_compressor", "previewer"):
         found |= {f"{part}/{path.name}": path.read_bytes() for path in find_weight_files("package:tiny", part=part)}
     return found
@@ -107,7 +106,7 @@ def test_what_a_training_needs_is_downloaded_through_three_cuts_and_used_offline
         "files": {Path(name).name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}},
     }
     assert record["model.semantic_compressor.weights"]["commit"] == COMMIT, "the pin of the first download"
-    words = {path.name for path in FOLDER.iterdir()} & set(TOKENIZER_FILES)
+    words = {path.name for path in PACKAGED_TOKENIZER.iterdir()} & set(TOKENIZER_FILES)
     assert record["model.text_encoder.tokenizer"]["files"].keys() == words
     refused_after_a_change(capsys)
     pushed_with_a_card(hub, monkeypatch)
@@ -123,7 +122,7 @@ def refused_after_a_change(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert launch([*SMALL, *NEEDS, "train.max_steps=2", "run.dir=changed"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "its files are others than this run began with" in said
+    assert "its files changed since this run started" in said
     assert f"the commit {COMMIT} behind an @" in said
 
 

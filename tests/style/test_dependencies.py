@@ -33,8 +33,8 @@ EXTRAS = {
 DISTRIBUTIONS = {"mlflow": "mlflow-skinny"}
 """Where a library that may not be installed has another name than its distribution."""
 
-BROUGHT = {"triton": "torch"}
-"""Libraries that a dependency's own wheels bring, imported only where they are there."""
+BROUGHT = {"triton": "torch", "psutil": "accelerate"}
+"""Libraries that a dependency brings: torch's own wheels where they have it, accelerate always."""
 
 
 @cache

@@ -2,17 +2,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from cascade_train.errors import ConfigError
 from cascade_train.options import (
     MOST_BLOCKS,
+    Free,
+    Positive,
+    Rising,
+    Several,
+    Share,
     check_above,
     check_blocks,
     check_choice,
+    check_fields,
     check_increasing,
     check_least,
     check_share,
@@ -44,3 +51,29 @@ def test_a_value_outside_its_range_is_refused_by_key(
     for value in bad:
         with pytest.raises(ConfigError, match=f"key=.*{rule}"):
             check(value)
+
+
+@dataclass
+class Marked:
+    lr: Free[Positive[float]] = 1.0
+    steps: Several[int | None] = None
+    beta: Share[float] = 0.5
+    span: Rising[list[float]] | None = None
+    kind: Literal["mean", "last"] | None = None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": 0.0}, "part.lr=0.0 must be greater than 0;"),
+        ({"steps": 1}, "part.steps=1 must be greater than 1;"),
+        ({"beta": 1.5}, r"part.beta=1.5 must lie in \[0.0, 1.0\]"),
+        ({"beta": -0.5}, r"part.beta=-0.5 must lie in \[0.0, 1.0\]"),
+        ({"span": [1.0, 1.0]}, "part.span=.*low < high"),
+        ({"kind": "sum"}, "part.kind=sum is unknown; choose one of mean, last"),
+    ],
+)
+def test_fields_are_checked_by_their_markers(changes: dict[str, Any], message: str) -> None:
+    check_fields(Marked())
+    with pytest.raises(ConfigError, match=message):
+        check_fields(Marked(**changes), "part.")

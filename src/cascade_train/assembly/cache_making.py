@@ -33,8 +33,15 @@ from cascade_train.config.saved import to_plain
 from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import Rows, open_data_set
 from cascade_train.data.index.rows import Index
-from cascade_train.data.latent_cache import CachedSample, Manifest, is_whole, load_table, write_manifest, write_unit
-from cascade_train.data.loading.worker import Failure, MicroBatches, Results
+from cascade_train.data.latent_cache import (
+    CachedSample,
+    CacheManifest,
+    is_whole,
+    load_table,
+    write_manifest,
+    write_unit,
+)
+from cascade_train.data.loading.worker import MicroBatches, Results
 from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import FEW, RawSample, too_many_text
 from cascade_train.data.source import Source
@@ -47,6 +54,8 @@ from cascade_train.tasks.text_to_image import latent_mask
 
 LIBRARIES = ("cascade-train", "torch", "torchvision", "transformers", "diffusers", "numpy", "pillow")
 """Whose versions a manifest records."""
+
+WAITING = "Pictures are read for the cache; data.num_workers reads more of them at once."
 
 Pictures = tuple[Batch, Mapping[int, RawSample]]
 
@@ -137,31 +146,18 @@ def sized_index(source: Source, index: Index, rows: np.ndarray) -> Index:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """The encoders of a stage and a task, and in which form their outputs are kept.
+    """The encoders of a stage and a task, and the form in which their outputs are cached."""
 
-    Attributes:
-        stage: built, without what encodes nothing.
-        maker: makes a task's own tensors of images; None = it has none.
-        device: of the stage.
-        has_captions: whether outputs of the text encoder are kept.
-        dtype: "bf16", or None = as the encoders make them.
-        batch_size: samples encoded at once.
-    """
-
-    stage: Stage
-    maker: ImageMaker | None
-    device: torch.device
-    has_captions: bool
-    dtype: str | None
-    batch_size: int
+    stage: Stage  # built, without parts that encode nothing
+    maker: ImageMaker | None  # makes a task's own tensors of images; None = it has none
+    device: torch.device  # of the stage
+    has_captions: bool  # whether outputs of the text encoder are cached
+    dtype: str | None  # "bf16", or None = as the encoders make them
+    batch_size: int  # samples encoded at once
 
     @classmethod
     def build(cls, stage: Stage, task: Task, compute: torch.dtype, *, has_captions: bool, **form: Any) -> Encoder:
-        """Build the encoders of a stage, and of a task, and nothing else.
-
-        Raises:
-            ConfigError: weights that do not exist or belong to another model; a task whose maps are random.
-        """
+        """Build the encoders alone. A ConfigError for weights that do not fit, and a task whose maps are random."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         text = frozenset() if has_captions else frozenset(stage.caption_products.values())
         stage.left_out = stage.encodes_nothing | text
@@ -198,27 +194,20 @@ class Encoder:
         return tensor.to("cpu", torch.bfloat16 if self.dtype == "bf16" else tensor.dtype)
 
 
-def describe(cfg: Mapping[str, Any], encoder: Encoder, data: Rows, index: Index, unit_samples: int) -> Manifest:
+def describe(cfg: Mapping[str, Any], encoder: Encoder, data: Rows, index: Index, unit_samples: int) -> CacheManifest:
     """Return the manifest of a cache, its forms by encoding a black square and the empty caption."""
     source, transform = data.source, data.transform
     size, stage = source.image_size, encoder.stage
-    black = np.zeros((3, size, size), dtype=np.uint8)
+    black, zero_1 = np.zeros((3, size, size), dtype=np.uint8), torch.zeros(1, dtype=torch.int64)
     extra = {} if transform is None else transform(black, torch.Generator().manual_seed(0))
-    batch = Batch(
-        image_BCHW=torch.from_numpy(black)[None],
-        captions=("",),
-        keys=("",),
-        epoch_B=torch.zeros(1, dtype=torch.int64),
-        index_B=torch.zeros(1, dtype=torch.int64),
-        seed=0,
-        tensors={name: torch.from_numpy(array)[None] for name, array in extra.items()},
-    )
+    tensors = {name: torch.from_numpy(array)[None] for name, array in extra.items()}
+    one: dict[str, Any] = {"captions": ("",), "keys": ("",), "epoch_B": zero_1, "index_B": zero_1, "seed": 0}
+    batch = Batch(image_BCHW=torch.from_numpy(black)[None], tensors=tensors, **one)
     captions = encoder.captions([""]).get("", {})
-    identity = encoder_identity(cfg, stage, [*stage.image_products, *captions])
-    identity |= data_identity(cfg)
+    identity = encoder_identity(cfg, stage, [*stage.image_products, *captions]) | data_identity(cfg)
     if data.index.metadata:  # caches made before have none: these captions came from elsewhere
         identity["data.metadata"] = data.index.metadata
-    return Manifest(
+    return CacheManifest(
         rows=len(index),
         unit_samples=unit_samples,
         index=index.digest,
@@ -246,16 +235,15 @@ class PictureReader(MicroBatches):
     """Reads the pictures of rows in worker processes, just as training does in its first epoch."""
 
     def __init__(self, data: Rows, sizes: Index, *, seed: int) -> None:
-        """Take what training would read, and the index with the sizes that it would read at."""
         self.source, self.content, self._rows_of = data.source, sizes.content, rows_by_size(sizes.table, data.rows)
         self._raw: dict[int, RawSample] = {}
         super().__init__(data.source, data.index, self._rows_of, seed, data.transform)
 
-    def __getitem__(self, step: Step) -> Pictures | Failure:  # type: ignore[override]
+    def __getitem__(self, step: Step) -> Pictures | RunError:  # type: ignore[override]
         """Return the pictures of one size, stand-ins for the unreadable ones, and what the source returned by row."""
         self._raw = {}
         batch = super().__getitem__(step)
-        return batch if isinstance(batch, Failure) else (batch, self._raw)
+        return batch if isinstance(batch, RunError) else (batch, self._raw)
 
     def read(self, row: int) -> RawSample:
         """Read a sample, and keep all of it but the picture."""
@@ -273,28 +261,20 @@ class PictureReader(MicroBatches):
                 steps.append(Step(rows=part, epochs=np.zeros(len(part), dtype=np.int64), height=height, width=width))
         return steps
 
-    def open(self, steps: Sequence[Step]) -> Results[Pictures]:
-        """Return the pictures of steps, in their order, read ahead of their use."""
-        message = "Pictures are read for the cache; data.num_workers reads more of them at once."
-        return Results(self, self.source, references=steps, whereabouts=lambda: message)  # type: ignore[arg-type]
-
 
 def fill(
     folder: Path,
-    manifest: Manifest,
+    manifest: CacheManifest,
     units: Sequence[int],
     *,
     encoder: Encoder,
     reader: PictureReader,
     prompts: Sequence[str],
 ) -> None:
-    """Make units, each written as soon as it is encoded.
-
-    Raises:
-        RunError: too many pictures are unreadable, or the data or the folder failed.
-    """
+    """Make units, each written as soon as it is encoded. A RunError where too many pictures are unreadable."""
     steps = {unit: reader.steps(manifest.rows_of(unit), encoder.batch_size) for unit in units}
-    pictures = reader.open([step for unit in units for step in steps[unit]])
+    references = [step for unit in units for step in steps[unit]]
+    pictures = Results[Pictures](reader, reader.source, references=references, whereabouts=lambda: WAITING)  # type: ignore[arg-type]
     seen, unreadable = 0, list[str]()
     for number, unit in enumerate(units, start=1):
         started, samples = time.monotonic(), dict[int, CachedSample]()
@@ -312,7 +292,7 @@ def fill(
 
 
 def keep_readable(encoder: Encoder, batch: Batch, raw: Mapping[int, RawSample], step: Step) -> dict[int, CachedSample]:
-    """Return what is kept of the samples that were asked for; a stand-in is kept in its own place alone."""
+    """Return the requested samples as they are cached, without the stand-ins of others."""
     tensors, kept = encoder.images(batch), {}
     for place, row in enumerate(step.rows.tolist()):
         if int(batch.index_B[place]) != row:
@@ -333,7 +313,7 @@ def refuse_unreadable(names: Sequence[str], seen: int, share: float) -> None:
         _log.warning("%d pictures are unreadable so far and are left out: %s", len(names), "; ".join(names[:5]))
 
 
-def summary(folder: Path, manifest: Manifest) -> str:
+def summary(folder: Path, manifest: CacheManifest) -> str:
     """Return what lies in a cache and how to use it."""
     tables = [load_table(folder, unit, manifest) for unit in range(manifest.units)]
     done = [table for table in tables if table is not None]

@@ -77,7 +77,8 @@ def _parameter(made: Any, found: inspect.Parameter) -> Parameter:
     written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     hint = _evaluated(made, found.name, annotation)
     roles = {*hint.__metadata__} if get_origin(hint) is Annotated else set[str]()
-    while marked := re.fullmatch(r"(Free|Order|File)\[(.*)]", written):  # a module may import these for types alone
+    # a module may import these for types alone
+    while marked := re.fullmatch(r"(Free|Order|File|Positive|Several|Share|Rising)\[(.*)]", written):
         roles.add(marked[1])
         written = marked[2]
     return Parameter(hint, written, required, frozenset(roles))
@@ -130,7 +131,7 @@ def items_match(value: Collection[Any], origin: Any, items: Sequence[Any], check
     return len(held) == len(wanted) and all(map(check, held, wanted))
 
 
-def _may_make(component: Mapping[str, Any], parent: type) -> bool:
+def _may_make(component: Mapping[str, Any], parent: Any) -> bool:
     """Return whether a component's class is `parent` or one of its subclasses; True where it is unknown."""
     if component.get("_partial_") or parent is Callable or getattr(parent, "_is_protocol", False):
         return True

@@ -27,7 +27,7 @@ from cascade_train.config.groups import conf_dir, groups
 from cascade_train.config.overrides import HYDRAS_OWN, check_not_expanded, given_values, with_paths_quoted
 from cascade_train.config.schema import Root
 from cascade_train.config.sweep import check_launcher, is_main, sweeps_saved_redacted
-from cascade_train.config.sweeps.naming import place_run
+from cascade_train.config.sweeps.runs import place_run
 from cascade_train.config.sweeps.slurm import adopt_slurm_step, one_thread_a_rank, slurm_jobs_followed
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import redact_argument, show_log

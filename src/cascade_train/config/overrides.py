@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 
 from cascade_train.errors import ConfigError
 
-BRACKETS = ("[]", "()", "{}")
+BRACKETS = (("[", "]"), ("(", ")"), ("{", "}"))
 
 HYDRAS_OWN = {"hydra.run.dir": "run.dir", "hydra.job.name": "run.name"}
 """Keys of Hydra's that have no effect on a run here -> ours that have."""

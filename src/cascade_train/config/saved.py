@@ -23,7 +23,7 @@ from cascade_train.config.groups import group_options, groups, option_files
 from cascade_train.config.launch import compose_root
 from cascade_train.config.preflight import leaves, preflight
 from cascade_train.config.schema import ParallelConfig, ParallelMode, Root
-from cascade_train.config.sweeps.naming import key_of
+from cascade_train.config.sweeps.runs import key_of
 from cascade_train.config.targets import components_in, is_trusted
 from cascade_train.errors import ConfigError
 from cascade_train.files.run_folder import is_run, no_checkpoint_yet

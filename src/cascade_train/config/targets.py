@@ -32,7 +32,7 @@ ENGINE_BASES = ("cascade_train.engine.lr_schedule.LrSchedule", "torch.optim.opti
 COMPONENTS = (*TRUSTED, "torch.nn")
 """Where the classes lie that a configuration of one's own may name."""
 
-FUNCTIONS = ("cascade_train.filters.torch_network.load_exported",)
+FUNCTIONS = ("cascade_train.filters.network.load_exported",)
 """The functions that it may name: they read what the user gives them."""
 
 CONFINED = ("cascade_train", "torch")

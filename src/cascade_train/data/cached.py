@@ -1,7 +1,6 @@
-"""Samples whose latents and embeddings were made before, by `cascade-train cache`.
+"""Samples from a cache of latents and embeddings, made by `cascade-train cache`. No picture is read or decoded.
 
-No picture is read or decoded. Rows, keys and shards are those of the data that the cache was made of, so that the
-order of samples and what is drawn about them are the same.
+Rows, keys and shards are those of the data that the cache was made of: order and random draws are the same.
 """
 
 from __future__ import annotations
@@ -22,28 +21,25 @@ from cascade_train.data.captions import Captions
 from cascade_train.data.index.rows import Index
 from cascade_train.data.index.selection import RowSelector, Selection
 from cascade_train.data.latent_cache import (
-    Manifest,
-    PayloadReader,
+    CacheManifest,
     caption_digest,
-    captions_tar,
     load_table,
     read_index,
     read_manifest,
+    read_span,
     refuse_changed,
-    samples_tar,
+    unit_file,
 )
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import Source
+from cascade_train.data.storage.store import LocalFiles
 from cascade_train.errors import ConfigError
 from cascade_train.options import File, Free, Order
 
 
 @dataclass(kw_only=True)
 class Cached(Source):
-    """What a cache holds, in place of the pictures that it was made of.
-
-    Options of preprocessing follow the cache; one that is set to something else is refused.
-    """
+    """The samples of a cache. Options of preprocessing follow the cache; a different value is refused."""
 
     is_cache: ClassVar[bool] = True
     path: Order[File[str]]
@@ -53,8 +49,8 @@ class Cached(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._folder = Path(self.path)
-        self._reader = PayloadReader()
-        self.manifest: Manifest  # what the opened cache holds
+        self._files = LocalFiles()
+        self.manifest: CacheManifest  # what the opened cache holds
 
     def open(self) -> Index:
         """See `Source.open`: read the manifest, the index and the tables of all units."""
@@ -97,8 +93,8 @@ class Cached(Source):
         spans = self._samples[row]
         if spans["bytes"].min() == 0:
             raise UnreadableSampleError("its picture was unreadable when the cache was made")
-        path = samples_tar(self._folder, row // self.manifest.unit_samples)
-        tensors, meta = (self._reader.read(path, span) for span in spans)
+        path = unit_file(self._folder, "samples", row // self.manifest.unit_samples)
+        tensors, meta = (read_span(self._files, path, span) for span in spans)
         arrays = {name: _array(tensor) for name, tensor in safetensors.torch.load(tensors).items()}
         known = {key: value for key, value in json.loads(meta).items() if key in ("caption", "weight", "values")}
         return RawSample(image=None, key=self._index.name(row), tensors=arrays, **known)
@@ -121,7 +117,8 @@ class Cached(Source):
                 " sample.prompts and this sample.negative_prompt, or with captions=false, which leaves captions to the"
                 " text encoder"
             )
-        return self._reader.read(captions_tar(self._folder, int(self._unit_of_caption[place])), self._captions[place])
+        path = unit_file(self._folder, "captions", int(self._unit_of_caption[place]))
+        return read_span(self._files, path, self._captions[place])
 
 
 def _array(tensor: Tensor) -> np.ndarray:

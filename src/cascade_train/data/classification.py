@@ -11,17 +11,14 @@ from typing import Any
 import numpy as np
 
 from cascade_train.data.folder import PictureFile, PictureFolder
-from cascade_train.data.index.content import combined, text_checksum
-from cascade_train.data.index.rows import Index
+from cascade_train.data.index.rows import Index, combined, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import MAX_BYTES, parsing
-from cascade_train.files.untrusted import open_regular, read_json
+from cascade_train.files.untrusted import MAX_BYTES, open_regular, parsing, read_json
 from cascade_train.options import File
 
-CHECKED = 50
-"""Samples of tars whose class is looked up on opening, so that a wrong file of prompts shows at once."""
+CHECKED = 50  # samples of tars whose class is looked up on opening
 _log = logging.getLogger(__name__)
 
 
@@ -34,7 +31,7 @@ class Prompts:
 
     @classmethod
     def load(cls, path: str | None) -> Prompts:
-        """Read a json file, or none; a ConfigError where it is missing, or of another form."""
+        """Read a json file, None = no file; a ConfigError where it is missing, or of another form."""
         if path is None:
             return cls(None)
         origin, remedy = f"data.idx_to_prompt={path}", f"paths start at {Path.cwd()}"
@@ -60,7 +57,7 @@ class Prompts:
             found = self.given[place] if place is not None and place < len(self.given) else []
         return [found] if isinstance(found, str) else list(found)
 
-    def added_to(self, index: Index) -> Index:
+    def add_to(self, index: Index) -> Index:
         """Return an index whose content changes with the prompts, too."""
         return replace(index, content=combined(index.content, np.full(len(index), text_checksum(self.given))))
 
@@ -77,9 +74,9 @@ class ClassTars(WebDataset):
     caption = "cls"
 
     def open(self) -> Index:
-        """See `WebDataset.open`; a tar that cannot be indexed or a class without a prompt raises a `ConfigError`."""
+        """See `Source.open`; a tar that cannot be indexed or a class without a prompt raises a `ConfigError`."""
         self._prompts = Prompts.load(self.idx_to_prompt)
-        index = self._prompts.added_to(super().open())
+        index = self._prompts.add_to(super().open())
         for row in np.unique(np.linspace(0, len(index) - 1, CHECKED).astype(np.int64)).tolist():
             name = super().read(row).caption
             if not self._prompts.of(name):
@@ -89,7 +86,7 @@ class ClassTars(WebDataset):
         return index
 
     def read(self, row: int) -> RawSample:
-        """Read one row, with the prompts of its class."""
+        """See `Source.read`: read one row, with the prompts of its class."""
         raw = super().read(row)
         prompts = self._prompts.of(raw.caption)
         if not prompts:
@@ -114,10 +111,9 @@ class ClassFolders(PictureFolder):
         if len(usable) < len(found):
             _log.warning("%s: left out %d pictures that lie in no class's folder", self.path, len(found) - len(usable))
         self._given = prompts = Prompts.load(self.idx_to_prompt)
-        classes = sorted({_class_of(file.name) for file in usable})
+        classes = sorted({file.name.partition("/")[0] for file in usable})
         self._prompts = {name: prompts.of(name, number) for number, name in enumerate(classes)}
-        without = [name for name, texts in self._prompts.items() if not texts]
-        if without:
+        if without := [name for name, texts in self._prompts.items() if not texts]:
             raise ConfigError(
                 f"data.idx_to_prompt={self.idx_to_prompt} has no prompt for {len(without)} of {len(classes)} classes:"
                 f" {', '.join(without[:5])}"
@@ -126,21 +122,19 @@ class ClassFolders(PictureFolder):
 
     def _indexed(self) -> Index:
         index = super()._indexed()  # loads the prompts
-        return self._given.added_to(index)
+        return self._given.add_to(index)
 
     def caption(self, row: int) -> str:
         """See `PictureFolder.caption`."""
-        return self._prompts[_class_of(self._index.keys[row].decode())][0]
+        return self._prompts[self._class_of(row)][0]
+
+    def _class_of(self, row: int) -> str:
+        return self._index.keys[row].decode().partition("/")[0]
 
     def read(self, row: int) -> RawSample:
-        """Read one picture, with the prompts of its class."""
-        raw = super().read(row)
-        name = _class_of(self._index.keys[row].decode())
+        """See `Source.read`: read one picture, with the prompts of its class."""
+        raw, name = super().read(row), self._class_of(row)
         return replace(raw, values={**raw.values, "class": name, "prompts": self._prompts[name]})
-
-
-def _class_of(name: str) -> str:
-    return name.partition("/")[0]
 
 
 def _is_prompts(entry: Any) -> bool:

@@ -6,19 +6,18 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import Any
 
 import numpy as np
 
 from cascade_train.batch import Batch, SampleTransform
-from cascade_train.data.index.content import content_record
-from cascade_train.data.index.pictures import refuse_unreadable
-from cascade_train.data.index.rows import Index, split
+from cascade_train.data.index.rows import Index, content_record, first_names, split
 from cascade_train.data.index.selection import selected
-from cascade_train.data.loading.feed import Feed, FeedOptions, FeedRequest, Loader
+from cascade_train.data.loading.feed import Feed, FeedRequest, Loader
 from cascade_train.data.order.plan import permutation
+from cascade_train.data.sample import most_unreadable, too_many_text
 from cascade_train.data.source import Source
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, RunError
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ class Rows:
 
     @property
     def shapes(self) -> np.ndarray:
-        """How many samples each shape that occurs has, the most first, (K,) int64; unbounded for streams."""
+        """Number of samples of each shape that occurs, the largest first, (K,) int64; unbounded for streams."""
         if not self.index.rows_are_samples:
             return np.array([np.iinfo(np.int64).max])
         width_N, height_N = (self.index.table[name][self.rows] for name in ("width", "height"))
@@ -46,8 +45,8 @@ class Rows:
         chosen = permutation(len(self.rows), seed, 0, "part")[:count]
         return replace(self, rows=np.sort(self.rows[chosen]))
 
-    def load(self, **options: Unpack[FeedOptions]) -> Feed:
-        """Return the endless feed of these samples for one rank."""
+    def load(self, **options: Any) -> Feed:
+        """Return the endless feed of these samples for one rank; options are those of `FeedRequest`."""
         request = FeedRequest(index=self.index, rows=self.rows, transform=self.transform, **options)
         return self.source.own_feed(request) or Loader(self.source, request)
 
@@ -86,7 +85,7 @@ class DataSet:
                     )
 
     def check_batch(self, global_batch_size: int) -> None:
-        """Raise a ConfigError where a batch takes more than all training samples, and nothing says what fills it."""
+        """Raise a ConfigError where a batch takes more than all training samples, unless it is filled up."""
         count = len(self.training.rows)
         is_known = self.training.index.rows_are_samples and self.training.source.leftover != "flush"
         if is_known and global_batch_size > count:
@@ -96,22 +95,22 @@ class DataSet:
                 " of a folder, data.repeats of a mixture); data.leftover=flush fills the batch with repeats of weight 0"
             )
 
-    def training_feed(self, **options: Unpack[FeedOptions]) -> Feed:
+    def training_feed(self, **options: Any) -> Feed:
         """Return the endless feed of training batches for one rank."""
-        feed = self.training.load(**options)
-        self._open.append(feed)
+        self._open.append(feed := self.training.load(**options))
         for line in feed.report():
             _log.info("%s", line)
         return feed
 
     def last_step(self, feed: Feed, *, max_steps: int | None, max_epochs: int | None, global_batch_size: int) -> int:
         """Return the step at which training ends: by its steps, its epochs or the examples to see."""
-        limits = [] if max_steps is None else [max_steps]
-        if max_epochs is not None:
-            limits.append(feed.steps_of_epochs(max_epochs))
-        if (examples := self.training.source.num_examples_to_see) is not None:
-            limits.append(-(-examples // global_batch_size))
-        return min(limits)
+        examples = self.training.source.num_examples_to_see
+        limits = [
+            max_steps,
+            None if max_epochs is None else feed.steps_of_epochs(max_epochs),
+            None if examples is None else -(-examples // global_batch_size),
+        ]
+        return min(limit for limit in limits if limit is not None)
 
     def held_out_feed(self, *, seed: int, samples: int, micro_batch_size: int, rank: int, ranks: int) -> HeldOutFeed:
         """Return the feed of `samples` held-out samples in a fixed order, as many on every rank.
@@ -122,13 +121,9 @@ class DataSet:
             raise ConfigError("validate: no samples are held out; set validate.share, e.g. 0.01, or validate.urls")
         part = self.held_out.first(samples, seed=seed)
         micro = max(1, min(micro_batch_size, len(part.rows) // len(part.shapes) // ranks))
+        size = micro * ranks
         feed = part.load(
-            seed=seed,
-            global_batch_size=micro * ranks,
-            micro_batch_size=micro,
-            rank=rank,
-            ranks=ranks,
-            whole_epochs=True,
+            seed=seed, global_batch_size=size, micro_batch_size=micro, rank=rank, ranks=ranks, whole_epochs=True
         )
         self._open.append(feed)
         return HeldOutFeed(steps=feed.steps_of_epochs(1), feed=feed, source=part.source)
@@ -144,7 +139,7 @@ class DataSet:
 
     @property
     def identity(self) -> str:
-        """What must be equal on all ranks: digests of the indexes, their content, and how many rows take part."""
+        """Equal on all ranks: digests of the indexes, their content, and how many rows take part."""
         return " ".join(f"{part.index.digest}/{content_record(part.index)}/{len(part.rows)}" for part in self._parts)
 
     def record(self) -> None:
@@ -153,7 +148,7 @@ class DataSet:
             part.source.record()
 
     def close(self) -> None:
-        """End every feed's worker processes."""
+        """Close all feeds."""
         for feed in self._open:
             feed.close()
 
@@ -165,9 +160,9 @@ def open_data_set(
 
     Raises as `Source.open`, and where nothing is left to train on or held out.
     """
-    whole = _opened(source, transform)
+    whole = _open_rows(source, transform)
     if held_out is not None:
-        return DataSet(whole, _opened(held_out, transform))
+        return DataSet(whole, _open_rows(held_out, transform))
     if share is None:
         return DataSet(whole, None)
     training, held = (np.intersect1d(side, whole.rows) for side in split(whole.index, share))
@@ -179,9 +174,23 @@ def open_data_set(
     return DataSet(replace(whole, rows=training), replace(whole, rows=held))
 
 
-def _opened(source: Source, transform: SampleTransform | None) -> Rows:
+def _open_rows(source: Source, transform: SampleTransform | None) -> Rows:
     index = source.open()
     rows = np.flatnonzero(selected(index, source.selectors()))
     if index.rows_are_samples:
-        refuse_unreadable(index, rows, source.max_unreadable_share)
+        _check_headers(index, rows, source.max_unreadable_share)
     return Rows(source=source, index=index, rows=rows, transform=transform)
+
+
+def _check_headers(index: Index, rows: np.ndarray, share: float) -> None:
+    """Warn of pictures among the rows whose headers cannot be read; a RunError where they are too many."""
+    names = sorted({index.name(row) for row in rows[index.table["width"][rows] == 0].tolist()})
+    if len(names) > most_unreadable(len(rows), share):
+        listed = f"{first_names(names, 10)} (no header that tells the size)"
+        raise RunError(f"data: {too_many_text(len(names), len(rows), share, listed)}")
+    if names:
+        _log.warning(
+            "%d of %d pictures have no header that can be read: %s. Others stand in for them; a new run leaves them out"
+            " by data.quarantine=<list>, which `cascade-train inspect quarantine=<list>` writes.",
+            len(names), len(rows), first_names(names),
+        )  # fmt: skip

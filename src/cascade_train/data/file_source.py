@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cascade_train.data.index.content import combined
-from cascade_train.data.index.pictures import first_names, load_picture_facts
+from cascade_train.data.index.cache import load_picture_facts
 from cascade_train.data.index.row_filter import parse_row_filters
-from cascade_train.data.index.rows import Index
+from cascade_train.data.index.rows import Index, combined, first_names
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError, RunError
@@ -25,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class FileSource(Source):
-    """Pictures in files."""
+    """Pictures in files; what is read of files that did not change comes from a cache."""
 
     path: Order[File[list[str] | str]]
     index_dir: Free[str | None]
@@ -37,7 +36,7 @@ class FileSource(Source):
         self._cache_dir = None if self.index_dir is None else Path(self.index_dir)
 
     def open(self) -> Index:
-        """See `Source.open`: index all files; what did not change comes from the cache."""
+        """See `Source.open`: index all files."""
         try:
             self._index = self._indexed()
         except OSError as error:
@@ -86,13 +85,14 @@ class TableSource(FileSource):
         """Read the rows of one table."""
 
     def _indexed(self) -> Index:
-        paths = self._tables()
-        parts = [self._usable(path, self._scan(path)) for path in paths]
         self._shards: list[tuple[Path, int]] = []
-        for path, part in zip(paths, parts, strict=True):
+        parts = []
+        for path in self._tables():
+            part = self._usable(path, self._scan(path))
             first = len(self._shards)
             self._shards += [(path, number) for number in range(int(part.table["shard"].max(initial=-1)) + 1)]
             part.table["shard"] += first
+            parts.append(part)
         table, keys, verdicts, content = (
             np.concatenate([getattr(part, name) for part in parts]) for name in ("table", "keys", "verdicts", "content")
         )
@@ -113,12 +113,11 @@ class TableSource(FileSource):
         if not self._gives_sizes:
             table["width"][is_file], table["height"][is_file] = facts[:, :2].T
         there = table["bytes"] >= 0
-        missing = [name for name, size in zip(rows.names, file_bytes.tolist(), strict=True) if size < 0]
         if rows.unfilled:
             _log.warning("%s: left out %d rows without a picture or a caption", path, rows.unfilled)
-        if missing:
-            text = first_names(missing)
-            _log.warning("%s: left out %d rows whose pictures are not there: %s", path, len(missing), text)
+        if missing := [name for name, size in zip(rows.names, file_bytes.tolist(), strict=True) if size < 0]:
+            text = "%s: left out %d rows whose pictures are not there: %s"
+            _log.warning(text, path, len(missing), first_names(missing))
         kept = {name: getattr(rows, name)[there] for name in ("keys", "verdicts")}
         return replace(rows, table=table[there], content=content[there], **kept)
 

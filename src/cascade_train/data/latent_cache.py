@@ -1,8 +1,8 @@
 """The files of a cache of encoder outputs: what describes it, and the tensors in units of consecutive rows.
 
-The manifest and the index that the rows follow describe a cache. A unit is written whole and read by offset: two tars
-of the webdataset layout, samples and captions, and a table of where everything in them lies, written last: a unit that
-has one is done. The stage decides what the tensors mean; assembly/cache_making.py makes them.
+The manifest and the index of the rows describe a cache. A unit is written whole and read by offset: two tars of the
+webdataset layout, samples and captions, and a table of their contents, written last: a unit with a table is complete.
+The stage defines the tensors; assembly/cache_making.py makes them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import os
 import tarfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,28 +24,28 @@ import numpy as np
 import safetensors.torch
 from torch import Tensor
 
-from cascade_train.data.index.content import changed_rows, changed_samples
-from cascade_train.data.index.rows import Index
+from cascade_train.data.index.rows import Index, changed_rows, changed_samples
 from cascade_train.data.storage.store import LocalFiles
 from cascade_train.data.tar.members import write_tar
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import replacing, write_durably
-from cascade_train.files.untrusted import open_regular, read_json, read_regular
+from cascade_train.files.untrusted import load_mapping, open_regular, parsing
 from cascade_train.renamed import current_target
 
 FORMAT = 1
 MANIFEST, INDEX = "manifest.json", "index.npz"
+REMEDY = "remove the cache and make it again."
 
 SPAN = np.dtype([("start", "<i8"), ("bytes", "<i8"), ("crc32", "<u4")])
-"""Where the payload of a file of a tar lies, and its checksum; 0 bytes = there is none."""
+"""Place and checksum of the payload of a file of a tar; 0 bytes = there is none."""
 
 _PAYLOAD, _META = "safetensors", "json"
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What a cache holds and what it was made from; every process that fills a cache writes the same one."""
+class CacheManifest:
+    """The content of a cache and what it was made from, equal in every process that fills it."""
 
     format: int = FORMAT
     rows: int  # of the source's index
@@ -75,11 +75,11 @@ class Manifest:
 
 
 def write_manifest(
-    folder: Path, manifest: Manifest, index: Index, *, on_change: str = "refuse"
-) -> tuple[Manifest, set[int]]:
-    """Describe a cache and return that, as it is where the same is there, and the units whose samples changed since.
+    folder: Path, manifest: CacheManifest, index: Index, *, on_change: str = "refuse"
+) -> tuple[CacheManifest, set[int]]:
+    """Write the manifest, or return that of the same cache that is there, and the units whose samples changed since.
 
-    A ConfigError if another one is there, or samples changed and `on_change` is not "restart".
+    A ConfigError if another cache is there, or samples changed and `on_change` is not "restart".
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def refuse_changed(where: str, index: Index, then: Index, on_change: str, remedy
         _log.warning("%s.", text)
 
 
-def first_difference(manifest: Manifest, other: Manifest) -> str | None:
+def first_difference(manifest: CacheManifest, other: CacheManifest) -> str | None:
     """Return where two manifests differ, the libraries' versions aside; None = nowhere."""
     for name in ("format", "unit_samples", "index", "filters", "sizes", "rows", "tensors", "captions"):
         if getattr(manifest, name) != getattr(other, name):
@@ -132,7 +132,7 @@ def _renamed(value: Any) -> Any:
     return current_target(value) if isinstance(value, str) else value
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CacheManifest:
     """Return the manifest; a ConfigError where there is none, or it is damaged or of another version of the library."""
     path = folder / MANIFEST
     if not path.is_file():
@@ -140,30 +140,32 @@ def read_manifest(folder: Path) -> Manifest:
             f"data.path={folder}: no cache found, there is no {MANIFEST}. Make one by"
             " cascade-train cache … out=<folder>, with the settings of the run."
         )
-    try:
-        fields = read_json(read_regular(path))
-        if fields["format"] == FORMAT:
-            return Manifest(**fields)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path} is damaged ({error}). Remove the cache and make it again.") from error
-    raise ConfigError(f"{path} has format {fields['format']}, this version reads {FORMAT}. Make the cache again.")
+    fields = load_mapping(path)
+    if (found := fields.get("format")) != FORMAT:
+        raise ConfigError(f"{path} has format {found}, this version reads {FORMAT}. Make the cache again.")
+    with parsing(f"{path}", "is damaged", REMEDY):
+        return CacheManifest(**fields)
 
 
-def read_index(folder: Path, manifest: Manifest) -> Index:
-    """Return the index that a cache follows; a ConfigError where it is damaged."""
-    try:
-        with open_regular(folder / INDEX) as file, np.load(file, allow_pickle=False) as parts:
-            shards = tuple(parts["shards"].tolist())
-            index = Index(shards=shards, table=parts["table"], keys=parts["keys"], filters=manifest.filters)
-    except Exception as error:  # numpy and zipfile answer damage in many ways
-        raise ConfigError(f"{folder / INDEX} is damaged ({error}). Remove the cache and make it again.") from error
+def read_index(folder: Path, manifest: CacheManifest) -> Index:
+    """Return the index of a cache; a ConfigError where it is damaged."""
+    path = folder / INDEX
+    with parsing(f"{path}", "is damaged", REMEDY):
+        parts = _arrays(path)
+        shards = tuple(parts["shards"].tolist())
+        index = Index(shards=shards, table=parts["table"], keys=parts["keys"], filters=manifest.filters)
     if index.digest != manifest.index:
-        raise ConfigError(f"{folder / INDEX} is not the index of this cache. Remove the cache and make it again.")
+        raise ConfigError(f"{path} is not the index of this cache; {REMEDY}")
     return index
 
 
-def made_of(folder: Path, manifest: Manifest, index: Index) -> Index:
-    """Return the index that a cache follows, with what its units were made of, for the others the content of now."""
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    with open_regular(path) as file, np.load(file, allow_pickle=False) as parts:
+        return dict(parts)
+
+
+def made_of(folder: Path, manifest: CacheManifest, index: Index) -> Index:
+    """Return the index of a cache with the content that its units were made of, else the content of now."""
     then = read_index(folder, manifest)
     content = np.resize(index.content, len(then))
     for unit in range(manifest.units):
@@ -179,10 +181,14 @@ class CachedSample:
     tensors: Mapping[str, Tensor]
     meta: Mapping[str, Any]
 
+    def files(self) -> dict[str, bytes]:
+        """Return its files in a tar, by extension."""
+        return {_PAYLOAD: _payload(self.tensors), _META: json.dumps(self.meta, sort_keys=True, default=_plain).encode()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTable:
-    """Where everything of a unit lies."""
+    """The places of a unit's samples and captions in its tars."""
 
     samples: np.ndarray  # (rows of the unit, 2) of `SPAN`, tensors and JSON; 0 bytes where a row has no sample
     captions: np.ndarray  # (M,) of `SPAN`
@@ -194,28 +200,22 @@ class UnitTable:
 
 def caption_digest(caption: str) -> str:
     """Return the name of a caption in a cache: 32 hex digits of its text."""
-    return hashlib.blake2b(caption.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return hashlib.blake2b(_encoded(caption), digest_size=16).hexdigest()
 
 
-def samples_tar(folder: Path, unit: int) -> Path:
-    """Return the tar of a unit's samples."""
-    return folder / f"samples-{unit:06d}.tar"
+def _encoded(caption: str) -> bytes:
+    return caption.encode("utf-8", "surrogatepass")
 
 
-def captions_tar(folder: Path, unit: int) -> Path:
-    """Return the tar of a unit's captions."""
-    return folder / f"captions-{unit:06d}.tar"
-
-
-def table_file(folder: Path, unit: int) -> Path:
-    """Return the table of a unit."""
-    return folder / f"unit-{unit:06d}.npz"
+def unit_file(folder: Path, kind: str, unit: int) -> Path:
+    """Return a file of a unit: the tar of its `samples`, that of its `captions`, or the table of both, `unit`."""
+    return folder / f"{kind}-{unit:06d}.{'npz' if kind == 'unit' else 'tar'}"
 
 
 def write_unit(
     folder: Path,
     unit: int,
-    manifest: Manifest,
+    manifest: CacheManifest,
     *,
     samples: Mapping[int, CachedSample],
     captions: Mapping[str, Mapping[str, Tensor]],
@@ -226,11 +226,12 @@ def write_unit(
     Samples are given by row, some of which may be missing; captions as tensors by caption; content as in the index.
     """
     named = {caption_digest(caption): caption for caption in captions}
-    places = table_file(folder, unit), captions_tar(folder, unit), samples_tar(folder, unit)
+    places = [unit_file(folder, kind, unit) for kind in ("unit", "captions", "samples")]
     with ExitStack() as stack:  # what was entered last is moved first
         table, *tars = [stack.enter_context(replacing(path, racing=True, durable=False)) for path in places]
-        write_tar(tars[0], _caption_parts(named, captions))
-        write_tar(tars[1], _sample_parts(samples))
+        texts = ((name, text, _payload(captions[text])) for name, text in named.items())
+        write_tar(tars[0], ({"__key__": name, _PAYLOAD: made, "txt": _encoded(text)} for name, text, made in texts))
+        write_tar(tars[1], ({"__key__": f"{row:09d}", **samples[row].files()} for row in sorted(samples)))
         of_captions, of_samples = (_spans(tar) for tar in tars)
         names = [(f"{row:09d}.{_PAYLOAD}", f"{row:09d}.{_META}") for row in manifest.rows_of(unit)]
         np.savez(
@@ -245,60 +246,47 @@ def write_unit(
         places[0].unlink(missing_ok=True)
 
 
-def load_table(folder: Path, unit: int, manifest: Manifest) -> UnitTable | None:
+def load_table(folder: Path, unit: int, manifest: CacheManifest) -> UnitTable | None:
     """Return the table of a unit; None where the unit is not done, was made under another manifest, or is damaged.
 
     Of the tars only the sizes are checked; `is_whole` reads them.
     """
+    paths = [unit_file(folder, kind, unit) for kind in ("samples", "captions")]
     try:
-        with open_regular(table_file(folder, unit)) as file, np.load(file, allow_pickle=False) as parts:
-            unknown = {"content": np.zeros(len(manifest.rows_of(unit)), dtype=np.uint64)}
-            fields = unknown | {name: parts[name] for name in parts if name != "manifest"}
-            table = UnitTable(**fields, manifest=str(parts["manifest"]))
-        sizes = [path.stat().st_size for path in (samples_tar(folder, unit), captions_tar(folder, unit))]
+        unknown = {"content": np.zeros(len(manifest.rows_of(unit)), dtype=np.uint64)}
+        parts = unknown | _arrays(unit_file(folder, "unit", unit))
+        table = UnitTable(manifest=str(parts.pop("manifest")), **parts)
+        sizes = [path.stat().st_size for path in paths]
     except Exception:  # numpy and zipfile answer damage in many ways
         return None
     whole = table.manifest == manifest.digest and sizes == table.tar_bytes.tolist()
     return table if whole and len(table.samples) == len(manifest.rows_of(unit)) else None
 
 
-def is_whole(folder: Path, unit: int, manifest: Manifest) -> bool:
+def is_whole(folder: Path, unit: int, manifest: CacheManifest) -> bool:
     """Return whether a unit is done and every byte of it matches its checksum. Reads all of it."""
     table = load_table(folder, unit, manifest)
     if table is None:
         return False
-    reader = PayloadReader()
-    places = [(samples_tar(folder, unit), table.samples.reshape(-1)), (captions_tar(folder, unit), table.captions)]
+    files, places = LocalFiles(), {"samples": table.samples.reshape(-1), "captions": table.captions}
     try:
-        for path, spans in places:
+        for kind, spans in places.items():
             for span in spans[spans["bytes"] > 0]:
-                reader.read(path, span)
+                read_span(files, unit_file(folder, kind, unit), span)
     except (OSError, RunError):
         return False
     return True
 
 
-class PayloadReader:
-    """Reads spans of files and compares their checksums. Copies in other processes, by fork or pickle, may read on."""
-
-    def __init__(self) -> None:
-        self._files = LocalFiles()
-
-    def read(self, path: Path, span: np.void) -> bytes:
-        """Return the bytes of a span; a RunError where their checksum is wrong."""
-        content = os.pread(self._files.descriptor(str(path)), int(span["bytes"]), int(span["start"]))
-        if zlib.crc32(content) != span["crc32"]:
-            raise RunError(
-                f"{path} is damaged at byte {span['start']}: run cascade-train cache again with the same"
-                " arguments, which makes what is damaged anew"
-            )
-        return content
-
-
-def _sample_parts(samples: Mapping[int, CachedSample]) -> Iterable[Mapping[str, Any]]:
-    for row, sample in sorted(samples.items()):
-        meta = json.dumps(sample.meta, sort_keys=True, default=_plain).encode()
-        yield {"__key__": f"{row:09d}", _PAYLOAD: _payload(sample.tensors), _META: meta}
+def read_span(files: LocalFiles, path: Path, span: np.void) -> bytes:
+    """Return the bytes of a span of a file; a RunError where their checksum is wrong."""
+    content = os.pread(files.descriptor(str(path)), int(span["bytes"]), int(span["start"]))
+    if zlib.crc32(content) != span["crc32"]:
+        raise RunError(
+            f"{path} is damaged at byte {span['start']}: run cascade-train cache again with the same"
+            " arguments, which makes what is damaged anew"
+        )
+    return content
 
 
 def _plain(value: Any) -> Any:
@@ -310,16 +298,7 @@ def _payload(tensors: Mapping[str, Tensor]) -> bytes:
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in sorted(tensors.items())})
 
 
-def _caption_parts(
-    named: Mapping[str, str], captions: Mapping[str, Mapping[str, Tensor]]
-) -> Iterable[Mapping[str, Any]]:
-    for name, caption in named.items():
-        text = caption.encode("utf-8", "surrogatepass")
-        yield {"__key__": name, _PAYLOAD: _payload(captions[caption]), "txt": text}
-
-
 def _spans(tar: Path) -> dict[str, tuple[int, int, int]]:
-    """Return start, size and checksum of every file of a tar, by name."""
     spans = {}
     with tarfile.open(tar) as archive, tar.open("rb") as file:
         for member in archive:

@@ -1,22 +1,141 @@
-"""Any number of sources as one, each as often as you say."""
+"""Several sources as one: a mixture of any number, or your pictures with regularisation pictures."""
 
 from __future__ import annotations
 
+import abc
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from cascade_train.data.index.rows import Index, repeat_counts, repeated_rows
-from cascade_train.data.joined import JoinedSource, Part
+from cascade_train.data.captions import Captions
+from cascade_train.data.index.rows import ROW_FIELDS, Index, repeat_counts, repeated_rows
+from cascade_train.data.index.selection import selected
+from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
 from cascade_train.options import Order
 
 LEAST_BLOCK = 1024  # samples: a block of fewer would hold too few of a small source to keep its share
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Part:
+    """One of the joined sources."""
+
+    source: Source  # opened
+    index: Index  # what its `open` returned
+    rows: np.ndarray  # (N,) int64 rows of the index, in the order in which they are laid out, repeated ones included
+    prefix: str = ""  # of its keys in the joined index
+    weight: float = 1.0  # of its samples' losses
+
+
+@dataclass(kw_only=True)
+class JoinedSource(Source):
+    """Sources laid out in blocks, each with an equal part of every source. A row is read by its own source."""
+
+    @abc.abstractmethod
+    def joined(self) -> Mapping[str, Source]:
+        """Return the sources by their keys below `data`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._parts: Sequence[Part] = ()
+        if self.captions != Captions():
+            keys = ", ".join(f"data.{key}.captions" for key in self.joined())
+            raise ValueError(f"data.captions belongs to each of the joined sources here: set {keys}")
+        for key, part in self.joined().items():
+            if part.is_cache:
+                raise ValueError(
+                    f"data.{key}: a cache cannot be joined with other data, since it holds no pictures. Join the data"
+                    " that it was made of, and make a cache of the whole."
+                )
+            if part.image_size != self.image_size:
+                raise ValueError(
+                    f"data.{key}.image_size={part.image_size} differs from data.image_size={self.image_size}: "
+                    "both follow model.image_size, leave them out"
+                )
+
+    def check(self) -> None:
+        """See `Source.check`: of each source."""
+        for source in self.joined().values():
+            source.check()
+
+    def _open_parts(self) -> dict[str, Part]:
+        """Open every source, with the rows that its selectors keep."""
+        parts = {}
+        for key, source in self.joined().items():
+            index = source.open()
+            rows = np.flatnonzero(selected(index, source.selectors()))
+            parts[key] = Part(source=source, index=index, rows=rows)
+        return parts
+
+    def _join(self, parts: Sequence[Part], name: str, blocks: int = 1) -> Index:
+        """Return the index of all rows; a sample that comes twice is two rows of one name.
+
+        The blocks are its shards, so that a plan that mixes some of them meets every source, and keeps together what
+        lies close together in a source.
+        """
+        if not all(part.index.rows_are_samples for part in parts):
+            raise ConfigError("data: streams cannot be mixed with other samples: give tars that can be indexed")
+        self._parts = parts
+        cuts = [np.linspace(0, len(part.rows), blocks + 1).round().astype(np.int64) for part in parts]
+        sizes = np.array([np.diff(cut) for cut in cuts]).T  # (blocks, parts)
+        self._part = np.repeat(np.tile(np.arange(len(parts)), blocks), sizes.ravel())
+        pairs = list(zip(parts, cuts, strict=True))
+        self._row = np.concatenate([part.rows[cut[b] : cut[b + 1]] for b in range(blocks) for part, cut in pairs])
+        table = np.zeros(len(self._row), dtype=ROW_FIELDS)
+        table["shard"] = np.repeat(np.arange(blocks), sizes.sum(axis=1))
+        keys, content = np.empty(len(self._row), dtype=object), np.empty(len(self._row), dtype=np.uint64)
+        for number, part in enumerate(parts):
+            here = self._part == number
+            for field in ("width", "height"):
+                table[field][here] = part.index.table[field][self._row[here]]
+            content[here] = part.index.content[self._row[here]]
+            rows, places = np.unique(self._row[here], return_inverse=True)  # a row that repeats has one name
+            names = [f"{part.prefix}{part.index.name(row)}".encode() for row in rows.tolist()]
+            keys[here] = np.array(names, dtype=object)[places]
+        return Index(
+            shards=(name,) * blocks,
+            table=table,
+            keys=np.array(keys.tolist()),
+            filters=" ".join(part.index.filters for part in parts if part.index.filters),
+            metadata="+".join(part.index.metadata for part in parts if part.index.metadata),
+            content=content,
+        )
+
+    def read(self, row: int) -> RawSample:
+        """See `Source.read`: read one row from its source."""
+        part = self._parts[self._part[row]]
+        raw = part.source.read(int(self._row[row]))
+        return raw if part.weight == 1.0 else replace(raw, weight=part.weight * raw.weight)
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """See `Source.part_names`: the last words of their keys."""
+        return tuple(key.rpartition(".")[2] for key in self.joined())
+
+    def part_of(self, row: int) -> int:
+        """See `Source.part_of`."""
+        return int(self._part[row])
+
+    def captions_of(self, row: int) -> Captions:
+        """See `Source.captions_of`."""
+        return self._parts[self._part[row]].source.captions_of(int(self._row[row]))
+
+    def prefetch(self, rows: Sequence[int]) -> None:
+        """See `Source.prefetch`: each source begins to read its own rows."""
+        for number, part in enumerate(self._parts):
+            if own := [int(self._row[row]) for row in rows if self._part[row] == number]:
+                part.source.prefetch(own)
+
+    def record(self) -> None:
+        """See `Source.record`: of each source."""
+        for part in self._parts:
+            part.source.record()
 
 
 @dataclass(kw_only=True)
@@ -59,7 +178,7 @@ class Mixture(JoinedSource):
 
     def open(self) -> Index:
         """Open every source and lay their samples out, as often as they come. Raises as theirs."""
-        opened = {name: Part.opened(source) for name, source in self.sources.items()}
+        opened = dict(zip(self.sources, self._open_parts().values(), strict=True))
         factors = self._factors({name: len(part.rows) for name, part in opened.items()})
         parts = []
         for name, part in opened.items():
@@ -67,16 +186,13 @@ class Mixture(JoinedSource):
             parts.append(replace(part, rows=_repeated(name, part, factors[name]), prefix=f"{name}/", weight=weight))
         total = sum(len(part.rows) for part in parts)
         for name, part in zip(opened, parts, strict=True):
-            _log.info(
-                "%s: %d samples an epoch (%.1f %%), each %.3g times.",
-                name, len(part.rows), 100 * len(part.rows) / total, factors[name],
-            )  # fmt: skip
+            share, text = 100 * len(part.rows) / total, "%s: %d samples an epoch (%.1f %%), each %.3g times."
+            _log.info(text, name, len(part.rows), share, factors[name])
         shards = max(len(part.index.shards) for part in parts)
         blocks = max(1, min(shards, total // LEAST_BLOCK))  # as the source of most shards has, none of them small
         return self._join(parts, "mixture", blocks)
 
     def _factors(self, sizes: Mapping[str, int]) -> dict[str, float]:
-        """Return how often each source's samples come."""
         if self.shares is None:
             return {name: (self.repeats or {}).get(name, 1.0) for name in sizes}
         shares = dict.fromkeys(sizes, 1.0) if isinstance(self.shares, str) else self.shares
@@ -90,3 +206,43 @@ def _repeated(name: str, part: Part, factor: float) -> np.ndarray:
     if not counts.any():
         raise ConfigError(f"data.repeats.{name}={factor} of {len(part.rows)} samples is less than one; raise it")
     return repeated_rows(counts)
+
+
+@dataclass(kw_only=True)
+class Regularised(JoinedSource):
+    """Your pictures, mixed with regularisation pictures whose loss has a weight of its own.
+
+    That loss is what DreamBooth calls prior preservation (Ruiz et al. 2022, equation 2). One epoch has the smaller side
+    as often as it takes to come closest to the share; each time a picture comes it is another sample, with draws of its
+    own. All shards of both are mixed, so that every batch has about the share. Crop and workers are this source's.
+    """
+
+    source: Source
+    regularisation: Source
+    share: Order[float]
+    weight: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.share < 1.0:
+            raise ValueError(f"data.share={self.share} must lie between 0 and 1: it is the regularisation's part")
+        if self.weight <= 0.0:
+            raise ValueError(f"data.weight={self.weight} must be above 0: it multiplies the regularisation's loss")
+        super().__post_init__()
+
+    def joined(self) -> dict[str, Source]:
+        """See `JoinedSource.joined`."""
+        return {"source": self.source, "regularisation": self.regularisation}
+
+    def open(self) -> Index:
+        """Open both and return one index, in which the smaller side is repeated."""
+        own, other = self._open_parts().values()
+        times = _times(len(own.rows), len(other.rows), 1 - self.share)
+        other_times = _times(len(other.rows), len(own.rows), self.share)
+        own = replace(own, rows=np.tile(own.rows, times))
+        other = replace(other, rows=np.tile(other.rows, other_times), weight=self.weight)
+        return self._join([own, other], "regularised")
+
+
+def _times(count: int, others: int, share: float) -> int:
+    """Return how often `count` samples come beside `others` to be `share` of all: once, unless they are too few."""
+    return max(1, round(others * share / (1 - share) / count))

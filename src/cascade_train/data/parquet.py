@@ -1,8 +1,4 @@
-"""Captioned pictures in parquet files, in their columns or named by them.
-
-Rows' pictures and sizes are read once and cached; single rows are read by whole row groups. Needs pyarrow, which is
-imported where a file is opened.
-"""
+"""Captioned pictures in parquet files, in their columns or named by them; pyarrow is imported to open a file."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +16,11 @@ import numpy as np
 from cascade_train.data.decoding.decode import upright_size
 from cascade_train.data.file_source import TableRows, TableSource
 from cascade_train.data.index.cache import cache_file, default_cache_dir, read_cache, write_cache
-from cascade_train.data.index.content import checksum, combined, text_checksum
-from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS
+from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS, checksum, combined, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.storage.store import PerProcess
 from cascade_train.errors import ConfigError, install_hint
-from cascade_train.files.stored import parsing
-from cascade_train.files.untrusted import open_regular
+from cascade_train.files.untrusted import open_regular, parsing
 
 PARQUET_FIELDS = [*ROW_FIELDS, ("row", "<i4"), ("bytes", "<i8")]
 """Of a row: `shard` is its row group, `row` its place in it, `bytes` those of its picture."""
@@ -40,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class Columns(NamedTuple):
-    """The columns that are read, by what they hold; their text names cached indexes."""
+    """Names of the columns that are read; as a text, part of the name of cached indexes."""
 
     image: str
     caption: str | None
@@ -71,7 +65,6 @@ class Parquet(TableSource):
             self._check_columns(first, file.schema_arrow.names)
 
     def _found(self) -> list[Path]:
-        """Return the files, those of a folder in the order of their names."""
         paths = []
         for path in self._paths:
             found = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
@@ -84,7 +77,6 @@ class Parquet(TableSource):
         return paths
 
     def _tables(self) -> list[Path]:
-        """Return the files, and log the memory that a worker needs, as a warning where it is much."""
         paths, sizes = self._found(), []
         for path in paths:
             with open_parquet(path) as file:
@@ -101,10 +93,15 @@ class Parquet(TableSource):
 
     def _scan(self, path: Path) -> TableRows:
         found = load_file(path, self._columns, self._cache_dir)
-        table, keys, unfilled = found["table"], found["keys"], int(found["unfilled"])
-        names = [key.decode() for key in keys[table["bytes"] < 0].tolist()]
-        judged, content = self._verdicts(path, table), combined(*found["checksums"].T)
-        return TableRows(table=table, keys=keys, names=names, unfilled=unfilled, verdicts=judged, content=content)
+        table, keys = found["table"], found["keys"]
+        return TableRows(
+            table=table,
+            keys=keys,
+            names=[key.decode() for key in keys[table["bytes"] < 0].tolist()],
+            unfilled=int(found["unfilled"]),
+            verdicts=self._verdicts(path, table),
+            content=combined(*found["checksums"].T),
+        )
 
     def _verdicts(self, path: Path, table: np.ndarray) -> np.ndarray:
         verdicts = np.zeros((len(table), 1 + len(self._filters)), dtype=np.int64)
@@ -122,7 +119,7 @@ class Parquet(TableSource):
         return verdicts
 
     def read(self, row: int) -> RawSample:
-        """Read one row, its row group from memory where it is there."""
+        """See `Source.read`; a row group is read whole, and stays in memory for a while."""
         entry = self._index.table[row]
         path, group = self._shards[entry["shard"]]
         names = None if self.captions.needs_values else list(filter(None, self._columns))
@@ -157,7 +154,7 @@ def open_parquet(path: Path, *, key: str = "data.path") -> Iterator[Any]:
 
 
 def load_file(path: Path, columns: Columns, cache_dir: Path | None) -> Mapping[str, np.ndarray]:
-    """Return what `scan_file` finds, cached while the file is unchanged."""
+    """Call `scan_file`, cached while the file is unchanged."""
     stat = path.stat()
     text = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{columns}|{_FORMAT}"
     cached = cache_file(default_cache_dir(path) if cache_dir is None else cache_dir, path.stem, text)
@@ -171,26 +168,27 @@ def load_file(path: Path, columns: Columns, cache_dir: Path | None) -> Mapping[s
 def scan_file(path: Path, columns: Columns) -> dict[str, np.ndarray]:
     """Read the columns of every row, and the headers of the pictures that lie in them; else a ConfigError.
 
-    Returns:
-        `table`, (N,) with the fields of `PARQUET_FIELDS`, -1 bytes where the picture is a file; `keys`, (N,) bytes, the
-        picture's path where it has one; `unfilled`, the number of rows without a picture or a caption, left out;
-        `checksums`, (N, 2) int64, of pictures and captions.
+    Returns `table`, (N,) with the fields of `PARQUET_FIELDS`, -1 bytes where the picture is a file; `keys`, (N,) bytes,
+    the picture's path where it has one; `unfilled`, the number of rows that are left out, without a picture or a
+    caption; `checksums`, (N, 2) int64, of pictures and captions.
     """
     rows, keys, checksums, number, names = [], [], list[tuple[int, int]](), 0, list(filter(None, columns))
     with open_parquet(path) as file:
         for group in range(file.num_row_groups):
             for place, values in enumerate(read_rows(file, group, names)):
-                number += 1
                 image, name = picture_of(values[columns.image])
                 if (image or name) and (columns.caption is None or values[columns.caption]):
                     rows.append((group, *_upright_size(image, values, columns), place, len(image) if image else -1))
                     encoded, caption = image or b"", values.get(columns.caption or "")
                     checksums.append((checksum(encoded, len(encoded)), text_checksum(caption)))
-                    keys.append((name or f"{path.name}/{number - 1:08d}").encode(errors="replace"))
-    table = np.array(rows, dtype=PARQUET_FIELDS)
-    crc = np.array(checksums, dtype=np.int64).reshape(-1, 2)
-    left_out = np.array(number - len(rows))
-    return {"table": table, "keys": np.array(keys, dtype=bytes), "unfilled": left_out, "checksums": crc}
+                    keys.append((name or f"{path.name}/{number:08d}").encode(errors="replace"))
+                number += 1
+    return {
+        "table": np.array(rows, dtype=PARQUET_FIELDS),
+        "keys": np.array(keys, dtype=bytes),
+        "unfilled": np.array(number - len(rows)),
+        "checksums": np.array(checksums, dtype=np.int64).reshape(-1, 2),
+    }
 
 
 def read_rows(file: Any, group: int, names: list[str]) -> Iterator[dict[str, Any]]:
@@ -204,12 +202,10 @@ def read_rows(file: Any, group: int, names: list[str]) -> Iterator[dict[str, Any
 
 def _plain_row(row: Any) -> dict[str, Any]:
     """Return a batch of one row as values, None instead of those that Python does not have."""
-    values: dict[str, Any] = {}
-    for name in row.schema.names:
-        try:
+    values = dict.fromkeys(row.schema.names)
+    for name in values:
+        with suppress(ValueError, OverflowError):
             values[name] = row.column(name)[0].as_py()
-        except (ValueError, OverflowError):
-            values[name] = None
     return values
 
 
@@ -232,14 +228,12 @@ def _upright_size(image: bytes | None, values: Mapping[str, Any], columns: Colum
     """Return (width, height) from the columns or the header; (0, 0) where there is none, or the picture is a file."""
     if columns.width is not None and columns.height is not None:
         return _side(columns.width, values[columns.width]), _side(columns.height, values[columns.height])
-    try:
+    with suppress(UnreadableSampleError):
         return (0, 0) if image is None else upright_size(image)
-    except UnreadableSampleError:
-        return 0, 0
+    return 0, 0
 
 
 def _side(column: str, value: Any) -> int:
-    """Return a side in pixels, 0 where a row has none."""
     if value is None or value != value:  # NaN, as pandas writes it
         return 0
     with parsing(f"data.width_column, data.height_column: {column}", f"holds {value!r:.40}", "give sizes in pixels"):

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import bounded_lines, parsing
-from cascade_train.files.untrusted import open_regular
+from cascade_train.files.untrusted import bounded_lines, open_regular, parsing
 
 FILE = "@"
 """What a prompt that names a file begins with; a prompt that itself begins so has it twice."""
@@ -104,7 +103,6 @@ def _table_rows(path: Path, where: str) -> Iterator[Row]:
 
 
 def _line_at(path: Path, start: int) -> str:
-    """Return the number of the line that begins at a byte."""
     with open_regular(path) as file:
         return f"line {1 + sum(1 for _ in takewhile(lambda _: file.tell() <= start, file))}"
 

@@ -1,13 +1,16 @@
-"""Pictures that a table (csv, tsv, jsonl) names, with their captions.
+"""Pictures that a table (csv, tsv, jsonl) names, with their captions; such tables, also those beside pictures.
 
-The rows of a table are read in order once, and later one by one at their places.
+The rows of a table are read in order once, and later one by one at their offsets.
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
-from collections.abc import Iterator, Mapping
+import logging
+import posixpath
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,15 +18,20 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from cascade_train.data.file_source import TableRows, TableSource
-from cascade_train.data.index.content import combined, text_checksum
-from cascade_train.data.index.pictures import first_names, load_checksums
-from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS
+from cascade_train.data.index.cache import load_checksums
+from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS, combined, first_names, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import bounded_lines, parsing
-from cascade_train.files.untrusted import open_regular, read_json
+from cascade_train.files.untrusted import bounded_lines, open_regular, parsing, read_json
+
+DELIMITERS = {".csv": ",", ".tsv": "\t", ".jsonl": None, ".ndjson": None}
+"""What separates the cells of a row, by a file's extension; None = each line is a json mapping."""
+
+METADATA_FILES = ("metadata.jsonl", "metadata.csv")
+"""A row for each picture of a folder, as datasets and diffusers read them: `file_name`, and `text` or `caption`."""
 
 TABLE_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("row_start", "<i8"), ("row_bytes", "<i8")]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -53,8 +61,7 @@ class Table(TableSource):
     def _scan(self, path: Path) -> TableRows:
         wanted = [column for column in (self.image_column, self.caption_column) if column is not None]
         places, names, verdicts, texts, masks = [], [], [], [], []
-        columns: dict[str, None] = {}
-        unfilled = 0
+        columns, unfilled = dict[str, None](), 0
         for start, size, values in self._files[path].rows():
             columns.update(dict.fromkeys(values))
             name = str(values.get(self.image_column))
@@ -63,8 +70,7 @@ class Table(TableSource):
                 continue
             places.append((0, 0, 0, -1, start, size))
             names.append(name)
-            used = values if self.captions.needs_values else values.get(self.caption_column or "")
-            texts.append(text_checksum(used))
+            texts.append(text_checksum(values if self.captions.needs_values else values.get(self.caption_column or "")))
             masks.append(str(values.get(self.mask_column or "") or ""))
             if len(self._filters):
                 verdicts.append(self._filters.judge({key: number_of(value) for key, value in values.items()}))
@@ -73,11 +79,15 @@ class Table(TableSource):
             raise ConfigError(
                 f"data.path={path} holds no row with a picture and a caption; {unfilled} lack one of them"
             )
-        table, keys = np.array(places, dtype=TABLE_FIELDS), np.array([name.encode(errors="replace") for name in names])
-        judged = np.array(verdicts) if verdicts else np.zeros((len(names), 0))
         parts = [load_checksums(path, self._root(path), masks, self._cache_dir)] if any(masks) else []
-        content = combined(np.array(texts), *parts)
-        return TableRows(table=table, keys=keys, names=names, unfilled=unfilled, verdicts=judged, content=content)
+        return TableRows(
+            table=np.array(places, dtype=TABLE_FIELDS),
+            keys=np.array([name.encode(errors="replace") for name in names]),
+            names=names,
+            unfilled=unfilled,
+            verdicts=np.array(verdicts) if verdicts else np.zeros((len(names), 0)),
+            content=combined(np.array(texts), *parts),
+        )
 
     def _usable(self, path: Path, rows: TableRows) -> TableRows:
         usable = super()._usable(path, rows)
@@ -89,7 +99,7 @@ class Table(TableSource):
         return usable
 
     def read(self, row: int) -> RawSample:
-        """Read the row of the table again, and the files that it names."""
+        """See `Source.read`: read the row of the table again, and the files that it names."""
         entry = self._index.table[row]
         path, _ = self._shards[entry["shard"]]
         values = self._files[path].read(int(entry["row_start"]), int(entry["row_bytes"]))
@@ -103,10 +113,6 @@ class Table(TableSource):
             mask=self.limits.read(root / str(mask), "mask") if mask else None,
             values=values,
         )
-
-
-DELIMITERS = {".csv": ",", ".tsv": "\t", ".jsonl": None, ".ndjson": None}
-"""What separates the cells of a row, by a file's extension; None = each line is a json mapping."""
 
 
 class TableFile:
@@ -125,7 +131,7 @@ class TableFile:
         self.path, self._key, self._delimiter, self._whole = path, key, DELIMITERS[path.suffix.lower()], whole
 
     def rows(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
-        """Read start and size in bytes of each row, and its values by column; empty lines do not count.
+        """Yield offset and size in bytes of each row, and its values by column, without empty lines.
 
         A ConfigError where the file does not have the form of a table.
         """
@@ -169,7 +175,7 @@ class TableFile:
             ) from error
 
     def read(self, start: int, size: int) -> Mapping[str, Any]:
-        """Read the row at a place that `rows` returned; an UnreadableSampleError where the file changed."""
+        """Read the row at an offset that `rows` returned; an UnreadableSampleError where the file changed."""
         with self.path.open("rb") as file:
             file.seek(start)
             content = file.read(size)
@@ -195,3 +201,44 @@ def number_of(value: Any) -> Any:
         with contextlib.suppress(ValueError):
             return kind(value)
     return value
+
+
+def read_metadata_files(
+    root: Path, files: Sequence[str], pictures: Sequence[str]
+) -> tuple[dict[str, Mapping[str, Any]], list[str]]:
+    """Read the `METADATA_FILES` below a folder: their rows by the picture that they name, and the files' folders.
+
+    Logs which rows name none of the pictures; a ConfigError for a damaged file.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    name_of, folders = {_normal(name): name for name in pictures}, []
+    for file in files:
+        folder, unread = posixpath.dirname(file), list[str]()
+        try:
+            rows = [values for _, _, values in TableFile(root / file).rows() if values.get("file_name")]
+        except ConfigError as error:
+            raise ConfigError(f"{error}; data.metadata=false reads no such file") from error
+        for values in rows:
+            name = str(values["file_name"])
+            picture = name_of.get(_normal(posixpath.join(folder, name.replace("\\", "/"))))
+            if picture is None or picture in found:
+                unread.append(name)
+            else:
+                found[picture] = values
+        folders += [folder] if rows else []
+        if unread:
+            text = "%s: %d rows name no picture, or one that has a row already, and are not read: %s"
+            _log.warning(text, root / file, len(unread), first_names(unread))
+    return found, folders
+
+
+def caption_of(values: Mapping[str, Any]) -> str:
+    """Return the caption of a row of a metadata file, several as its lines; empty where it has no text."""
+    value = values.get("text") or values.get("caption")
+    texts = value if isinstance(value, list) else [value]
+    return "\n".join(text.strip() for text in texts if isinstance(text, str))
+
+
+def _normal(path: str) -> str:
+    """Return a path in one form: systems compose accents or do not, and a table may have another form than a disk."""
+    return unicodedata.normalize("NFC", posixpath.normpath(path))

@@ -7,51 +7,35 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from cascade_train.diffusion.bucket import BucketAverage
+from cascade_train.diffusion.bucket import Bucketed
 from cascade_train.diffusion.schedule import Schedule
-from cascade_train.options import check_choice, check_increasing, check_within
+from cascade_train.options import Share, check_within
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveTrainSchedule(Schedule):
-    """Noise levels drawn where the loss is high: buckets of logSNR, probability by running loss.
+class AdaptiveTrainSchedule(Bucketed, Schedule):
+    """Noise levels drawn where the loss is high: buckets of logSNR of equal width, probability by running loss.
 
     As a function of t it is the quantile function of that distribution (t = 1 is the lowest logSNR).
 
     Attributes:
-        logsnr_range: lowest and highest logSNR.
-        buckets: number of buckets of equal width.
         min_probs: added to every bucket's loss before normalising, >= 0.
-        beta: share of the old loss that an update keeps.
-        duplicates: "mean" of the samples of one bucket, or "last" as in the original.
         outside: bucket of a logSNR outside the range: "nearest", or "first" as in the original.
     """
 
     force_limits: bool = False
-    logsnr_range: list[float]
-    buckets: int
+    beta: Share[float] = 0.99
     min_probs: float
-    beta: float = 0.99
-    duplicates: Literal["mean", "last"] = "mean"
     outside: Literal["nearest", "first"] = "nearest"
 
     def __post_init__(self) -> None:
-        check_increasing("logsnr_range", self.logsnr_range)
         check_within("min_probs", self.min_probs, 0.0, math.inf)
-        check_choice("outside", self.outside, ("nearest", "first"))
-        self.average.on(torch.device("cpu"))  # made now, so that its options are refused now
         super().__post_init__()
-
-    @cached_property
-    def average(self) -> BucketAverage:
-        """Running loss of each bucket."""
-        return BucketAverage(buckets=self.buckets, beta=self.beta, duplicates=self.duplicates)
 
     def _curve(self, t_B: Tensor) -> Tensor:
         low, high = self.logsnr_range

@@ -7,32 +7,25 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.options import check_above, check_choice, check_within
+from cascade_train.options import Rising, Several, Share
 
 
 class BucketAverage:
-    """Exponential moving average of the loss per bucket, starting at 1; (N,) fp32.
+    """Exponential moving average of the loss per bucket, starting at 1; (N,) fp32. Options as of `Bucketed`.
 
     The tensor follows the device of its arguments. All arithmetic is in a fixed order, so equal inputs give equal bits
     on every rank.
-
-    Args:
-        buckets: number of buckets, at least 2.
-        beta: share of the old value that an update keeps, in [0, 1].
-        duplicates: of several samples of one bucket in an update, "mean" takes the mean loss, "last" the last one's, as
-            the original does.
     """
 
     def __init__(self, *, buckets: int, beta: float, duplicates: Literal["mean", "last"]) -> None:
-        check_above("buckets", buckets, 1)
-        check_within("beta", beta, 0.0, 1.0)
-        check_choice("duplicates", duplicates, ("mean", "last"))
         self.beta = beta
         self.duplicates = duplicates
         self._loss_N = torch.ones(buckets, dtype=torch.float32, device="cpu")
@@ -67,33 +60,58 @@ class BucketAverage:
 
 
 class Adaptive:
-    """Base of what may adapt to the losses of training; by default it does not, and has no state."""
-
-    @property
-    def average(self) -> BucketAverage | None:
-        """Running loss of each bucket; None = it does not adapt."""
-        return None
-
-    def bucket(self, logsnr_B: Tensor) -> Tensor:
-        """Return the bucket, (B,) int64, of (B,) logSNR."""
-        raise AssertionError(f"{type(self).__name__} has no buckets")
+    """Base of what may learn from the losses of training; by default it learns nothing, and has no state."""
 
     def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
         """Learn from a global batch: (G,) logSNR and unweighted loss."""
-        if self.average is not None:
-            self.average.update(self.bucket(logsnr_G), loss_raw_G)
 
     def after_micro_batch(self, logsnr_B: Tensor, loss_raw_B: Tensor) -> None:
-        """Learn from a micro-batch of this rank, (B,) each; nothing by default."""
+        """Learn from a micro-batch of this rank, (B,) each."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the running losses; empty where nothing adapts."""
-        return {} if self.average is None else self.average.state_dict()
+        """Return what was learned."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned."""
-        if self.average is not None:
-            self.average.load_state_dict(state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucketed(Adaptive, abc.ABC):
+    """Base of what learns a running loss per bucket of logSNR.
+
+    Attributes:
+        logsnr_range: where the buckets begin and end.
+        buckets: number of buckets.
+        beta: share of the old loss that an update keeps.
+        duplicates: of several samples of one bucket, "mean" takes the mean loss, "last" the last one's (the original).
+    """
+
+    logsnr_range: Rising[list[float]]
+    buckets: Several[int]
+    beta: Share[float]
+    duplicates: Literal["mean", "last"] = "mean"
+
+    @cached_property
+    def average(self) -> BucketAverage:
+        """Running loss of each bucket."""
+        return BucketAverage(buckets=self.buckets, beta=self.beta, duplicates=self.duplicates)
+
+    @abc.abstractmethod
+    def bucket(self, logsnr_B: Tensor) -> Tensor:
+        """Return the bucket, (B,) int64, of (B,) logSNR."""
+
+    def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
+        """Learn from a global batch."""
+        self.average.update(self.bucket(logsnr_G), loss_raw_G)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the running losses."""
+        return self.average.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+        self.average.load_state_dict(state)
 
 
 class AdaptiveParts(Adaptive, abc.ABC):
@@ -104,7 +122,7 @@ class AdaptiveParts(Adaptive, abc.ABC):
         """Return the parts by name."""
 
     def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
-        """Let every part learn from a global batch."""
+        """See `Adaptive.after_step`."""
         for part in self._parts().values():
             part.after_step(logsnr_G.detach(), loss_raw_G.detach())
 
@@ -126,12 +144,12 @@ class AdaptiveParts(Adaptive, abc.ABC):
 
 
 def _mean(hit_GN: Tensor, loss_G: Tensor) -> Tensor:
-    """Mean loss per bucket, (N,); 0 where a bucket has no sample."""
+    """Return the mean loss per bucket, (N,); 0 where a bucket has no sample."""
     total_N = torch.where(hit_GN, loss_G[:, None], 0.0).sum(0)
     return total_N / hit_GN.sum(0).clamp(min=1)
 
 
 def _last(hit_GN: Tensor, loss_G: Tensor) -> Tensor:
-    """Loss of the last sample of each bucket, (N,); any value where a bucket has no sample."""
+    """Return the loss of the last sample of each bucket, (N,); any value where a bucket has no sample."""
     order_G = torch.arange(loss_G.numel(), device=loss_G.device)
     return loss_G[torch.where(hit_GN, order_G[:, None], 0).amax(0)]

@@ -8,15 +8,14 @@ from __future__ import annotations
 import abc
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from cascade_train.diffusion.bucket import Adaptive, AdaptiveParts, BucketAverage
+from cascade_train.diffusion.bucket import Adaptive, AdaptiveParts, Bucketed
 from cascade_train.errors import ConfigError
-from cascade_train.options import check_above, check_choice, check_increasing
+from cascade_train.options import Positive, Rising, Share, check_above, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +27,11 @@ class LossWeight(Adaptive, abc.ABC):
         clamp_range: lowest and highest weight; None = [-1e9, 1e9].
     """
 
-    shift: float = 1.0
-    clamp_range: list[float] | None = None
+    shift: Positive[float] = 1.0
+    clamp_range: Rising[list[float] | None] = None
 
     def __post_init__(self) -> None:
-        check_above("shift", self.shift, 0.0)
-        if self.clamp_range is not None:
-            check_increasing("clamp_range", self.clamp_range)
+        check_fields(self)
 
     @abc.abstractmethod
     def _weight(self, logsnr_B: Tensor) -> Tensor:
@@ -48,11 +45,7 @@ class LossWeight(Adaptive, abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantLossWeight(LossWeight):
-    """The same weight everywhere.
-
-    Attributes:
-        v: the weight.
-    """
+    """The weight `v` everywhere."""
 
     v: float
 
@@ -69,21 +62,11 @@ class SNRLossWeight(LossWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class P2LossWeight(LossWeight):
-    """(k + SNR^s)^-gamma (Choi et al. 2022, eq. 8, with an exponent); Stable Cascade trains with 1, 1, 1.
+    """(k + SNR^s)^-gamma (Choi et al. 2022, eq. 8, with an exponent s); Stable Cascade trains with 1, 1, 1."""
 
-    Attributes:
-        k: keeps the weight finite at low SNR, > 0.
-        gamma: strength.
-        s: exponent of the SNR.
-    """
-
-    k: float
+    k: Positive[float]
     gamma: float
     s: float
-
-    def __post_init__(self) -> None:
-        check_above("k", self.k, 0.0)
-        super().__post_init__()
 
     def _weight(self, logsnr_B: Tensor) -> Tensor:
         return (self.k + (logsnr_B * self.s).exp()) ** -self.gamma
@@ -98,17 +81,9 @@ class SNRPlusOneLossWeight(LossWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class MinSNRLossWeight(LossWeight):
-    """min(SNR, gamma), the weight in x0 of Hang et al. 2023, eq. 7; divide by SNR for an epsilon target.
+    """min(SNR, max_snr), the weight in x0 of Hang et al. 2023, eq. 7; divide by SNR for an epsilon target."""
 
-    Attributes:
-        max_snr: the paper's gamma, > 0.
-    """
-
-    max_snr: float
-
-    def __post_init__(self) -> None:
-        check_above("max_snr", self.max_snr, 0.0)
-        super().__post_init__()
+    max_snr: Positive[float]
 
     def _weight(self, logsnr_B: Tensor) -> Tensor:
         return logsnr_B.exp().clamp(max=self.max_snr)
@@ -118,18 +93,12 @@ class MinSNRLossWeight(LossWeight):
 class MinSNRGammaLossWeight(LossWeight):
     """min(SNR, gamma) in the loss of x0, written for what the network predicts (Hang et al. 2023, eq. 7, section 3.4).
 
-    Attributes:
-        gamma: from this SNR on, less noise gets no more weight; 5 in the paper.
-        target: what the network predicts: the weight is divided by SNR for epsilon, by SNR + 1 for v.
+    From SNR = `gamma` on, 5 in the paper, less noise gets no more weight. It is divided by SNR where `target`, what the
+    network predicts, is epsilon, and by SNR + 1 where it is v.
     """
 
-    gamma: float
+    gamma: Positive[float]
     target: Literal["epsilon", "v", "x0"]
-
-    def __post_init__(self) -> None:
-        check_above("gamma", self.gamma, 0.0)
-        check_choice("target", self.target, ("epsilon", "v", "x0"))
-        super().__post_init__()
 
     def _weight(self, logsnr_B: Tensor) -> Tensor:
         snr_B = logsnr_B.exp()
@@ -138,7 +107,7 @@ class MinSNRGammaLossWeight(LossWeight):
 
 
 class MinSNRPlusOneLossWeight(MinSNRLossWeight):
-    """min(SNR + 1, gamma)."""
+    """min(SNR + 1, max_snr)."""
 
     def _weight(self, logsnr_B: Tensor) -> Tensor:
         return (logsnr_B.exp() + 1).clamp(max=self.max_snr)
@@ -146,11 +115,7 @@ class MinSNRPlusOneLossWeight(MinSNRLossWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class TruncatedSNRLossWeight(LossWeight):
-    """max(SNR, floor) (Salimans & Ho 2022, section 4).
-
-    Attributes:
-        min_snr: the floor, 1 in the paper.
-    """
+    """max(SNR, min_snr), with min_snr = 1 in the paper (Salimans & Ho 2022, section 4)."""
 
     min_snr: float
 
@@ -160,17 +125,9 @@ class TruncatedSNRLossWeight(LossWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class SechLossWeight(LossWeight):
-    """1 / cosh(logSNR / div) (Kingma & Gao 2023, table 1).
+    """1 / cosh(logSNR / div) (Kingma & Gao 2023, table 1)."""
 
-    Attributes:
-        div: width, > 0.
-    """
-
-    div: float
-
-    def __post_init__(self) -> None:
-        check_above("div", self.div, 0.0)
-        super().__post_init__()
+    div: Positive[float]
 
     def _weight(self, logsnr_B: Tensor) -> Tensor:
         return 1 / torch.cosh(logsnr_B / self.div)
@@ -185,11 +142,7 @@ class DebiasedLossWeight(LossWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class SigmoidLossWeight(LossWeight):
-    """sigmoid(s * logSNR); s = 1 weighs data, s = -1 noise.
-
-    Attributes:
-        s: slope.
-    """
+    """sigmoid(s * logSNR); s = 1 weighs data, s = -1 noise."""
 
     s: float
 
@@ -199,12 +152,7 @@ class SigmoidLossWeight(LossWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class ComposedLossWeight(AdaptiveParts, LossWeight):
-    """A product of weights over a product of weights.
-
-    Attributes:
-        mul: the factors; their own shift and clamp apply.
-        div: the divisors; their own shift and clamp apply.
-    """
+    """The product of the weights `mul` over the product of the weights `div`, each with its own shift and clamp."""
 
     mul: list[LossWeight]
     div: list[LossWeight]
@@ -228,41 +176,25 @@ class ComposedLossWeight(AdaptiveParts, LossWeight):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveLossWeight(LossWeight):
+class AdaptiveLossWeight(Bucketed, LossWeight):
     """One over the running loss at this logSNR: every noise level counts equally (Stable Cascade).
 
-    Buckets: one below, one above, the rest of equal width between the ends of the range. A sample is weighted before
-    the running loss includes it.
+    Buckets: one below, one above, the rest of equal width between the ends of the range; at least 3. A sample is
+    weighted before the running loss includes it.
 
     Attributes:
-        logsnr_range: where the inner buckets begin and end.
-        buckets: number of buckets, at least 3.
         weight_range: lowest and highest weight.
-        beta: share of the old loss that an update keeps.
-        duplicates: of several samples of one bucket, "mean" takes the mean loss, "last" the last one's (the original).
         update: "step" = once a step from the global batch, equally on all ranks; "micro_batch" = from each micro-batch,
             as in the original: every rank has buckets of its own, and a checkpoint has rank 0's.
     """
 
-    logsnr_range: list[float]
-    buckets: int
-    weight_range: list[float]
-    beta: float = 0.99
-    duplicates: Literal["mean", "last"] = "mean"
+    beta: Share[float] = 0.99
+    weight_range: Rising[list[float]]
     update: Literal["step", "micro_batch"] = "step"
 
     def __post_init__(self) -> None:
-        check_choice("update", self.update, ("step", "micro_batch"))
-        check_increasing("logsnr_range", self.logsnr_range)
-        check_increasing("weight_range", self.weight_range)
         check_above("buckets", self.buckets, 2)
-        self.average.on(torch.device("cpu"))  # made now, so that its options are refused now
         super().__post_init__()
-
-    @cached_property
-    def average(self) -> BucketAverage:
-        """Running loss of each bucket."""
-        return BucketAverage(buckets=self.buckets, beta=self.beta, duplicates=self.duplicates)
 
     def _weight(self, logsnr_B: Tensor) -> Tensor:
         low, high = self.weight_range
@@ -282,4 +214,4 @@ class AdaptiveLossWeight(LossWeight):
     def after_micro_batch(self, logsnr_B: Tensor, loss_raw_B: Tensor) -> None:
         """Learn from a micro-batch; nothing by update=step."""
         if self.update == "micro_batch":
-            self.average.update(self.bucket(logsnr_B), loss_raw_B)
+            super().after_step(logsnr_B, loss_raw_B)

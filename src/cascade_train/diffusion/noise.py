@@ -1,7 +1,5 @@
 """The noise that is added to latents, drawn one sample at a time.
 
-Must not live here: noise levels (schedule.py, scaling.py), and the offset noise of `Objective`.
-
 Shape legend: B batch, C channels, H W latent size.
 """
 
@@ -18,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cascade_train.errors import ConfigError
-from cascade_train.options import check_choice, check_within
+from cascade_train.options import Share, check_fields, check_within
 
 Grid = tuple[int, int, int]
 """Level, height and width of one layer of pyramid noise."""
@@ -50,22 +48,20 @@ class PyramidNoise(Noise):
 
     Args:
         levels: levels in all, the finest included.
-        discount: share of a level's amplitude that the next coarser one has, in [0, 1].
+        discount: share of a level's amplitude that the next coarser one has.
         side_range: smallest and largest side of a coarse grid that takes part; null = every one.
-        interpolation: how a coarse grid is enlarged.
         square_grids: make coarse grids as wide as they are high, whatever the latent's shape, as in the original.
     """
 
     levels: int
-    discount: float
+    discount: Share[float]
     side_range: list[int] | None
     interpolation: Literal["nearest", "bilinear"]
     square_grids: bool
 
     def __post_init__(self) -> None:
         check_within("levels", self.levels, 1, 32)
-        check_within("discount", self.discount, 0.0, 1.0)
-        check_choice("interpolation", self.interpolation, ("nearest", "bilinear"))
+        check_fields(self)
         if self.side_range is not None and not (
             len(self.side_range) == 2 and 1 <= self.side_range[0] <= self.side_range[1]
         ):

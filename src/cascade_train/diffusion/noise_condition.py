@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.diffusion.schedule import DDPMSchedule, cosine_constants, scaled_linear_variances
-from cascade_train.options import check_above, check_increasing, check_within
+from cascade_train.options import Positive, Rising, Several, Share, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,11 @@ class NoiseCondition(abc.ABC):
 
     unit: ClassVar[str | None] = None
 
-    shift: float = 1.0
-    clamp_range: list[float] | None = None
+    shift: Positive[float] = 1.0
+    clamp_range: Rising[list[float] | None] = None
 
     def __post_init__(self) -> None:
-        check_above("shift", self.shift, 0.0)
-        if self.clamp_range is not None:
-            check_increasing("clamp_range", self.clamp_range)
+        check_fields(self)
 
     @abc.abstractmethod
     def _value(self, logsnr_B: Tensor) -> Tensor:
@@ -52,20 +50,14 @@ class NoiseCondition(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class CosineTimeCondition(NoiseCondition):
-    """The time at which the cosine schedule has this logSNR; the input of Stable Cascade's networks.
+    """The time at which the cosine schedule of offset `s` has this logSNR; the input of Stable Cascade's networks.
 
-    Attributes:
-        s: the schedule's offset.
-        clamp_range: lowest and highest value, of a^2 as well as of the time.
+    `clamp_range` bounds a^2 as well as the time.
     """
 
     unit = "time"
 
-    s: float
-
-    def __post_init__(self) -> None:
-        check_within("s", self.s, 0.0, 1.0)
-        super().__post_init__()
+    s: Share[float]
 
     def _value(self, logsnr_B: Tensor) -> Tensor:
         low, high = (0.0, 1.0) if self.clamp_range is None else self.clamp_range
@@ -83,17 +75,9 @@ class EDMCondition(NoiseCondition):
 
 @dataclass(frozen=True, kw_only=True)
 class EDMSigmaCondition(NoiseCondition):
-    """The noise level sigma itself.
+    """The noise level sigma, times the standard deviation `sigma_data` of the data."""
 
-    Attributes:
-        sigma_data: standard deviation of the data, by which the level is multiplied.
-    """
-
-    sigma_data: float
-
-    def __post_init__(self) -> None:
-        check_above("sigma_data", self.sigma_data, 0.0)
-        super().__post_init__()
+    sigma_data: Positive[float]
 
     def _value(self, logsnr_B: Tensor) -> Tensor:
         return (-logsnr_B / 2).exp() * self.sigma_data
@@ -128,17 +112,12 @@ class RectifiedFlowCondition(NoiseCondition):
 class FlowTimestepCondition(NoiseCondition):
     """Place on the straight line from data (0) to noise: the noise scale of `LerpScaling`, counted in steps.
 
-    Attributes:
-        num_train_timesteps: steps of the line; 1000 for the published networks, 1 = the scale itself.
+    There are `num_train_timesteps`: 1000 for the published networks, 1 = the scale itself.
     """
 
     unit = "flow_timestep"
 
-    num_train_timesteps: int
-
-    def __post_init__(self) -> None:
-        check_above("num_train_timesteps", self.num_train_timesteps, 0)
-        super().__post_init__()
+    num_train_timesteps: Positive[int]
 
     def _value(self, logsnr_B: Tensor) -> Tensor:
         return (-logsnr_B / 2).sigmoid() * self.num_train_timesteps
@@ -146,22 +125,12 @@ class FlowTimestepCondition(NoiseCondition):
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledLinearCondition(NoiseCondition):
-    """The time at which a `ScaledLinearSchedule` has this logSNR.
-
-    Attributes:
-        linear_range: the schedule's first and last beta.
-        total_steps: the schedule's number of intervals.
-    """
+    """The time at which a `ScaledLinearSchedule` of these options has this logSNR."""
 
     unit = "time"
 
-    linear_range: list[float]
-    total_steps: int
-
-    def __post_init__(self) -> None:
-        check_increasing("linear_range", self.linear_range)
-        check_above("total_steps", self.total_steps, 1)
-        super().__post_init__()
+    linear_range: Rising[list[float]]
+    total_steps: Several[int]
 
     def _value(self, logsnr_B: Tensor) -> Tensor:
         rising_N = scaled_linear_variances(self.linear_range, self.total_steps, logsnr_B.device).flip(0)
@@ -174,13 +143,7 @@ class ScaledLinearCondition(NoiseCondition):
 
 @dataclass(frozen=True, kw_only=True)
 class DDPMTimestepCondition(NoiseCondition):
-    """The timestep at which a schedule has this logSNR, in [0, num_train_timesteps - 1].
-
-    Of the schedule's own noise levels it is the whole number; between them it is linear.
-
-    Attributes:
-        schedule: whose timesteps these are.
-    """
+    """The timestep at which a schedule has this logSNR, in [0, num_train_timesteps - 1]; linear between timesteps."""
 
     unit = "timestep"
 
@@ -198,20 +161,12 @@ class DDPMTimestepCondition(NoiseCondition):
 class DiscreteCondition(NoiseCondition):
     """Another condition as a whole number of steps, cut towards zero and kept as fp32.
 
-    Attributes:
-        condition: the continuous condition.
-        steps: number of steps into which its range is cut.
-        continuous_range: the values that become 0 and `steps`.
+    The ends of its `continuous_range` become 0 and `steps`.
     """
 
     condition: NoiseCondition
-    steps: int
-    continuous_range: list[float]
-
-    def __post_init__(self) -> None:
-        check_above("steps", self.steps, 0)
-        check_increasing("continuous_range", self.continuous_range)
-        super().__post_init__()
+    steps: Positive[int]
+    continuous_range: Rising[list[float]]
 
     def _value(self, logsnr_B: Tensor) -> Tensor:
         low, high = self.continuous_range

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from cascade_train.diffusion.schedule import Schedule
-from cascade_train.options import check_above
+from cascade_train.options import Positive, check_fields
 
 
 class Scaling(abc.ABC):
     """Signal and noise scale as functions of logSNR (Stable Cascade, gdf/scalers)."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @abc.abstractmethod
     def __call__(self, logsnr_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,16 +49,11 @@ class LerpScaling(Scaling):
 class EDMScaling(Scaling):
     """The input of EDM's preconditioning, c_in (x0 + sigma noise) (Karras et al. 2022, table 1).
 
-    logSNR is -2 ln(sigma); a = c_in = 1 / sqrt(sigma^2 + sigma_data^2), b = sigma a.
-
-    Attributes:
-        sigma_data: standard deviation of the latents, > 0; 1 makes this `VPScaling`.
+    logSNR is -2 ln(sigma); a = c_in = 1 / sqrt(sigma^2 + sigma_data^2), b = sigma a, with the standard deviation
+    `sigma_data` of the latents; 1 makes this `VPScaling`.
     """
 
-    sigma_data: float
-
-    def __post_init__(self) -> None:
-        check_above("sigma_data", self.sigma_data, 0.0)
+    sigma_data: Positive[float]
 
     def __call__(self, logsnr_B: Tensor) -> tuple[Tensor, Tensor]:
         """See `Scaling`."""
@@ -69,7 +67,6 @@ class StretchedScaling(Scaling):
     """Another scaling, stretched linearly so that it reaches its ends (Stable Cascade, gdf stretch_limits).
 
     Attributes:
-        scaling: the scaling to stretch.
         schedule: whose ends, at t = 1 and t = 0, become exact.
         stretch_max: reach pure noise, a = 0 and b = 1, at t = 1.
         stretch_min: reach pure data, a = 1 and b = 0, at t = 0.
@@ -80,10 +77,7 @@ class StretchedScaling(Scaling):
     schedule: Schedule
     stretch_max: bool = True
     stretch_min: bool = True
-    shift: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_above("shift", self.shift, 0.0)
+    shift: Positive[float] = 1.0
 
     @cached_property
     def ends(self) -> tuple[float, float, float, float]:

@@ -1,7 +1,5 @@
 """Noise schedules: from time t in [0, 1] (0 = data, 1 = noise) to logSNR = ln(a^2 / b^2).
 
-Must not live here: signal and noise scales (scaling.py), and the network's input (noise_condition.py).
-
 Shape legend: B batch, N knots.
 """
 
@@ -11,14 +9,15 @@ import abc
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from cascade_train.diffusion.bucket import Adaptive
 from cascade_train.errors import ConfigError
-from cascade_train.options import check_above, check_choice, check_increasing, check_within
+from cascade_train.options import Positive, Rising, Several, Share, check_above, check_fields, check_increasing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +30,14 @@ class Schedule(Adaptive, abc.ABC):
         force_limits: clamp logSNR to its values at t = 1 and t = 0, so that a call's own shift
             cannot leave them.
         discrete_steps: number of noise levels to round t to; None = continuous.
-
-    Raises:
-        ConfigError: an option is out of range, or the curve is not finite at its ends.
     """
 
-    shift: float = 1.0
+    shift: Positive[float] = 1.0
     force_limits: bool = True
-    discrete_steps: int | None = None
+    discrete_steps: Several[int | None] = None
 
     def __post_init__(self) -> None:
-        check_above("shift", self.shift, 0.0)
-        if self.discrete_steps is not None:
-            check_above("discrete_steps", self.discrete_steps, 1)
+        check_fields(self)
         if self.limits is not None and not all(math.isfinite(limit) for limit in self.limits):
             raise ConfigError(
                 f"{type(self).__name__}: logSNR at t=1 and t=0 is {self.limits}, which must be finite; "
@@ -106,14 +100,9 @@ class _VarianceSchedule(Schedule):
         norm_instead: map a^2 linearly into the range instead of clamping it.
     """
 
-    s: float
-    clamp_range: list[float]
+    s: Share[float]
+    clamp_range: Rising[list[float]]
     norm_instead: bool = False
-
-    def __post_init__(self) -> None:
-        check_within("s", self.s, 0.0, 1.0)
-        check_increasing("clamp_range", self.clamp_range)
-        super().__post_init__()
 
     @abc.abstractmethod
     def _variance(self, t_B: Tensor) -> Tensor:
@@ -146,17 +135,9 @@ class SqrtSchedule(_VarianceSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class _BoundedSchedule(Schedule):
-    """A curve between two bounds.
+    """A curve between the two ends of `logsnr_range`."""
 
-    Attributes:
-        logsnr_range: lowest and highest logSNR.
-    """
-
-    logsnr_range: list[float]
-
-    def __post_init__(self) -> None:
-        check_increasing("logsnr_range", self.logsnr_range)
-        super().__post_init__()
+    logsnr_range: Rising[list[float]]
 
 
 class CosineLogSNRSchedule(_BoundedSchedule):
@@ -188,18 +169,14 @@ class LinearSchedule(_BoundedSchedule):
 class EDMSampleSchedule(Schedule):
     """Noise levels for sampling of Karras et al. 2022, eq. 5, with logSNR = -2 ln(sigma).
 
-    Attributes:
-        sigma_range: lowest and highest sigma.
-        p: the paper's rho; larger spends more steps at low noise.
+    The paper's rho is `p`: larger spends more steps at low noise.
     """
 
-    sigma_range: list[float]
-    p: float
+    sigma_range: Rising[list[float]]
+    p: Positive[float]
 
     def __post_init__(self) -> None:
-        check_increasing("sigma_range", self.sigma_range)
-        check_above("sigma_range[0]", self.sigma_range[0], 0.0)
-        check_above("p", self.p, 0.0)
+        check_above("sigma_range[0]", min(self.sigma_range), 0.0)
         super().__post_init__()
 
     def _curve(self, t_B: Tensor) -> Tensor:
@@ -211,7 +188,7 @@ class EDMSampleSchedule(Schedule):
 class _NormalSchedule(Schedule):
     """Training noise with -logSNR / 2, which is ln(b / a), drawn from a normal distribution, without limits.
 
-    As a function of t it is the schedule beside which it is a base.
+    As a function of t it is the other base of its subclasses.
 
     Attributes:
         mu: mean of -logSNR / 2: of ln(sigma), the P_mean of EDM, or of logit(t) in a flow.
@@ -219,11 +196,7 @@ class _NormalSchedule(Schedule):
     """
 
     mu: float
-    std: float
-
-    def __post_init__(self) -> None:
-        check_above("std", self.std, 0.0)
-        super().__post_init__()
+    std: Positive[float]
 
     def sample(self, u_B: Tensor, *, shift: float = 1.0) -> Tensor:
         """Return the training logSNR of uniform numbers, through the normal's quantiles."""
@@ -233,18 +206,12 @@ class _NormalSchedule(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class EDMTrainSchedule(_NormalSchedule, EDMSampleSchedule):
-    """Log-normal training noise, ln(sigma) ~ N(mu, std^2) (Karras et al. 2022, table 1).
-
-    As a function of t it is `EDMSampleSchedule`.
-    """
+    """Log-normal training noise, ln(sigma) ~ N(mu, std^2) (Karras et al. 2022, table 1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitNormalSchedule(_NormalSchedule, RectifiedFlowSchedule):
-    """Logit-normal training times of a rectified flow, logit(t) ~ N(mu, std^2) (Esser et al. 2024, eq. 19).
-
-    As a function of t it is `RectifiedFlowSchedule`.
-    """
+    """Logit-normal training times of a rectified flow, logit(t) ~ N(mu, std^2) (Esser et al. 2024, eq. 19)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,17 +219,12 @@ class ScaledLinearSchedule(Schedule):
     """Betas whose square roots rise linearly (Rombach et al. 2022), and a^2 linear between those knots.
 
     Attributes:
-        linear_range: first and last beta; sqrt(beta) grows linearly.
+        linear_range: first and last beta.
         total_steps: number of intervals between knots.
     """
 
-    linear_range: list[float]
-    total_steps: int
-
-    def __post_init__(self) -> None:
-        check_increasing("linear_range", self.linear_range)
-        check_above("total_steps", self.total_steps, 1)
-        super().__post_init__()
+    linear_range: Rising[list[float]]
+    total_steps: Several[int]
 
     def _curve(self, t_B: Tensor) -> Tensor:
         var_N = scaled_linear_variances(self.linear_range, self.total_steps, t_B.device)
@@ -285,25 +247,18 @@ class DDPMSchedule(Schedule):
     Attributes:
         beta_schedule: linear = the betas grow linearly, scaled_linear = their square roots do (Rombach et al. 2022),
             squaredcos_cap_v2 = cosine in a^2 (Nichol & Dhariwal 2021, eq. 17), without range.
-        beta_start: first beta, in (0, 1).
-        beta_end: last beta, above the first.
-        num_train_timesteps: number of timesteps.
         rescale_betas_zero_snr: stretch the signal scale so that the last timestep is noise alone (Lin et al. 2023,
             algorithm 1).
     """
 
     beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2"]
-    beta_start: float
-    beta_end: float
-    num_train_timesteps: int
+    beta_start: Positive[float]
+    beta_end: Share[float]
+    num_train_timesteps: Several[int]
     rescale_betas_zero_snr: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("beta_schedule", self.beta_schedule, ("linear", "scaled_linear", "squaredcos_cap_v2"))
         check_increasing("[beta_start, beta_end]", [self.beta_start, self.beta_end])
-        check_above("beta_start", self.beta_start, 0.0)
-        check_within("beta_end", self.beta_end, 0.0, 1.0)
-        check_above("num_train_timesteps", self.num_train_timesteps, 1)
         super().__post_init__()
 
     def knots(self, device: torch.device) -> Tensor:
@@ -323,16 +278,14 @@ class DDPMSchedule(Schedule):
 @lru_cache(maxsize=32)
 def _ddpm_logsnr(kind: str, start: float, end: float, steps: int, zero_snr: bool, device: torch.device) -> Tensor:
     """Return logSNR of each timestep, (N,) fp32; a^2 is rounded as diffusers rounds it."""
-    host = torch.device("cpu")
+    on_host: Any = {"dtype": torch.float32, "device": "cpu"}
     if kind == "squaredcos_cap_v2":
         bar = [math.cos((i / steps + 0.008) / 1.008 * math.pi / 2) ** 2 for i in range(steps + 1)]
-        beta_N = torch.tensor(
-            [min(1 - bar[i + 1] / bar[i], 0.999) for i in range(steps)], dtype=torch.float32, device=host
-        )
+        beta_N = torch.tensor([min(1 - after / before, 0.999) for before, after in pairwise(bar)], **on_host)
     elif kind == "scaled_linear":
-        beta_N = torch.linspace(start**0.5, end**0.5, steps, dtype=torch.float32, device=host) ** 2
+        beta_N = torch.linspace(start**0.5, end**0.5, steps, **on_host) ** 2
     else:
-        beta_N = torch.linspace(start, end, steps, dtype=torch.float32, device=host)
+        beta_N = torch.linspace(start, end, steps, **on_host)
     if zero_snr:
         beta_N = _with_zero_terminal_snr(beta_N)
     var_N = (1.0 - beta_N).cumprod(0).double()
@@ -348,12 +301,9 @@ def _with_zero_terminal_snr(beta_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class InterpolatedSchedule(Schedule):
-    """Two schedules mixed by time: the first at t = 1, the second at t = 0 (Hoogeboom et al. 2023, eq. 7).
+    """Two schedules mixed by time: the first at t = 1, the second at t = 0, each with its own of `shifts`.
 
-    Attributes:
-        first: the schedule towards noise.
-        second: the schedule towards data.
-        shifts: a shift for each of the two.
+    Hoogeboom et al. 2023, eq. 7.
     """
 
     first: Schedule

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cascade_train.options import check_above
+from cascade_train.options import Positive, check_fields
 
 
 class Target(abc.ABC):
@@ -101,15 +101,12 @@ class EDMTarget(Target):
 
     Needs `EDMScaling` of the same `sigma_data`, for which it is b x0 / sigma_data - a sigma_data noise. A constant loss
     weight of 1 then is the paper's lambda in the loss of x0.
-
-    Attributes:
-        sigma_data: standard deviation of the latents, > 0.
     """
 
-    sigma_data: float
+    sigma_data: Positive[float]
 
     def __post_init__(self) -> None:
-        check_above("sigma_data", self.sigma_data, 0.0)
+        check_fields(self)
 
     def __call__(self, x0_BCHW: Tensor, noise_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
         """See `Target`."""

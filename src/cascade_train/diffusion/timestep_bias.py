@@ -11,9 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.options import check_above, check_choice, check_within
-
-STRATEGIES = ("none", "earlier", "later", "range")
+from cascade_train.options import Positive, Share, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,24 +23,19 @@ class TimestepBias:
     Attributes:
         strategy: none; earlier = the `portion` of times with the least noise, later = with the most, range = from
             `begin` to `end`.
-        multiplier: how often the span is drawn compared with the rest, > 0; below 1 = less often.
-        begin: first time of a range, in [0, 1]; timestep 200 of 1000 is 0.2.
-        end: last time of a range, above `begin`.
-        portion: share of the times that earlier and later mean, in (0, 1].
+        multiplier: how often the span is drawn compared with the rest; below 1 = less often.
+        begin: first time of a range; timestep 200 of 1000 is 0.2.
+        portion: share of the times that earlier and later mean.
     """
 
     strategy: Literal["none", "earlier", "later", "range"]
-    multiplier: float
-    begin: float
-    end: float
-    portion: float
+    multiplier: Positive[float]
+    begin: Share[float]
+    end: Share[float]
+    portion: Positive[Share[float]]
 
     def __post_init__(self) -> None:
-        check_choice("timestep_bias.strategy", self.strategy, STRATEGIES)
-        check_above("timestep_bias.multiplier", self.multiplier, 0.0)
-        for key, value in (("begin", self.begin), ("end", self.end), ("portion", self.portion)):
-            check_within(f"timestep_bias.{key}", value, 0.0, 1.0)
-        check_above("timestep_bias.portion", self.portion, 0.0)
+        check_fields(self, "timestep_bias.")
         if not self.begin < self.end:
             raise ConfigError(
                 f"timestep_bias.begin={self.begin} must lie below timestep_bias.end={self.end}; both are times from 0"

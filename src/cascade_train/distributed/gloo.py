@@ -1,7 +1,6 @@
 """How FSDP2 exchanges shards between ranks that compute on a CPU.
 
-gloo's own operations work through copies of the whole, and reduce all gradients on every rank before each keeps its
-shard. Here a rank is sent what it keeps, and no more.
+gloo's own operations copy the whole, and reduce all gradients on every rank. Here a rank gets its own shard only.
 
 Shape legend: R ranks, N numbers of a shard.
 """
@@ -17,7 +16,7 @@ from torch.distributed.distributed_c10d import ReduceOp
 
 
 class _Exchange:
-    """What FSDP2 asks of an exchange beside the exchange; its own classes for that are not public."""
+    """Allocates memory as FSDP2 asks; its own classes are not public."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return new memory for an input or output."""

@@ -1,7 +1,4 @@
-"""Which rank hung or died, and in which step: reported by the others, from a heartbeat that all ranks write.
-
-How long a step waits for the other ranks is set here too.
-"""
+"""Which rank hung or died, and in which step: reported by the others, from a heartbeat that all ranks write."""
 
 from __future__ import annotations
 
@@ -20,17 +17,17 @@ from cascade_train.distributed.process_group import SET_UP_SECONDS, set_timeout
 from cascade_train.errors import LOST_PEER, ConfigError, Interrupted, RankLostError, RunError
 
 ANSWER_SECONDS = 3.0
-"""How long ranks have to answer once one is lost: about the time in which all notice it."""
+"""How long ranks have to answer once one is lost."""
 
 MOST_NAMED = 8
 STDERR = 2
 FIRST_ERROR = "first_error"
 RANK_ZERO_LOST = (
-    "Rank 0 has ended, and with it the notes of all ranks; rank {rank} is in step {step}. The reason is in the output "
-    "of rank 0; where it has none, rank 0 was killed, as the system does when memory runs out. The same command "
+    "Rank 0 has ended, and with it the store of all ranks; rank {rank} is in step {step}. The reason is in the output "
+    "of rank 0; if there is none, rank 0 was killed, as the system does when memory runs out. The same command "
     "continues from the newest checkpoint."
 )
-"""For a store that rank 0 keeps; under torchrun it outlives the ranks."""
+"""Without torchrun, whose store outlives the ranks."""
 
 
 class Heartbeat:
@@ -69,12 +66,7 @@ class Heartbeat:
 
     @contextmanager
     def naming_lost_ranks(self) -> Iterator[None]:
-        """When the block fails because of another rank, name it.
-
-        Raises:
-            RankLostError: the error of the rank that ended the run, or which ranks are lost, on which machines, in
-                which steps; one of the remaining ranks reports it.
-        """
+        """Raise RankLostError if the block fails because of another rank, with its error, or machine and step."""
         try:
             yield
         except RuntimeError as error:
@@ -99,7 +91,7 @@ class Heartbeat:
             raise
 
     def _lost(self) -> RankLostError | None:
-        """Return which ranks are lost, and the first error; None where all ranks answer. One rank is to report it."""
+        """Return the first error, or the lost ranks; None if all answer. Only one rank's is not `shared`."""
         try:
             if self._store.check([FIRST_ERROR]):
                 rank, host, step, text, code = json.loads(self._store.get(FIRST_ERROR))

@@ -26,7 +26,7 @@ from cascade_train.distributed.whole import Whole
 from cascade_train.errors import ConfigError, RunError
 
 _WHOLE: WeakKeyDictionary[nn.Module, ref[Whole]] = WeakKeyDictionary()
-"""The module's own hook keeps its Whole: a strong reference here would keep both for ever."""
+"""The module's own hook keeps its Whole: a strong reference here would keep both forever."""
 
 _SHARDED: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
 
@@ -37,7 +37,7 @@ VARIANTS = 8
 """Kinds of calls of a module: with gradients or not, a batch of 1, few or 16 and more."""
 
 FITS_SHARE = 0.7
-"""Of a device's memory that weights, gradients and optimizer state may take where each rank is to hold all of them."""
+"""Share of a device's memory for weights, gradients and optimizer state if each rank holds all of them."""
 
 
 def parallelize(
@@ -87,11 +87,8 @@ class CompilesUnits(Protocol):
 def compile_units_of(root: nn.Module, units: Sequence[Sequence[nn.Module]], *, has_hooks: bool, fallback: bool) -> None:
     """Compile the units of `root` in place, for all sizes; module by module where it has no function for a unit.
 
-    Args:
-        root: the module, whose forward runs the units.
-        units: its units.
-        has_hooks: the blocks have hooks that no graph holds (FSDP2).
-        fallback: run without compilation what needs more graphs than expected; false = a RunError then.
+    `has_hooks`: the blocks have hooks that no graph contains (FSDP2). `fallback`: what needs more graphs than expected
+    runs without compilation, instead of a RunError.
     """
     import torch._dynamo  # takes seconds
     from torch.fx.experimental import _config as shapes
@@ -129,19 +126,17 @@ def is_whole(mesh: DeviceMesh, offload: OffloadPolicy | None) -> bool:
 
 
 def _whole(module: nn.Module) -> Whole | None:
-    """Return what computes for a module whose weights are whole; None for others."""
     return found() if (found := _WHOLE.get(module)) is not None else None
 
 
 def move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Bring tensors to a device in place, as adapters that were made on the host; not shards, nor what is on meta."""
+    """Move tensors, such as adapters made on the host, to a device in place; neither shards nor those on meta."""
     for tensor in tensors:
         if not tensor.is_meta and not isinstance(tensor, DTensor) and tensor.device.type != device.type:
             tensor.data = tensor.data.to(device)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
-    """Return the device that this rank computes on."""
     is_cuda = mesh.device_type == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device(mesh.device_type)
 
@@ -149,8 +144,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 def materialise(root: nn.Module, device: torch.device) -> dict[str, tuple[torch.Tensor, int]]:
     """Allocate this rank's rows of the parameters of `root` that are on the meta device; the values are undefined.
 
-    Returns:
-        By parameter name, the memory (a share, all rows of a whole parameter), and the number of its first row.
+    Return the memory and the number of its first row by parameter name.
     """
     move(root.parameters(), device)  # not buffers: FSDP2 keeps them where it computes, also with offloaded shards
     shares = {}
@@ -180,11 +174,7 @@ def first_row(parameter: nn.Parameter) -> int:
 
 
 def offload_policy(enabled: bool, device: torch.device) -> OffloadPolicy:
-    """Return where shards, gradients and optimizer state live: on the host in pinned memory, or on the device.
-
-    Raises:
-        ConfigError: offload from a CPU, which is the host.
-    """
+    """Return FSDP2's policy: shards, gradients and optimizer state in pinned memory on the host, or on the device."""
     if enabled and device.type == "cpu":
         raise ConfigError("parallel.cpu_offload=true: this run computes on the host already. Set it to false.")
     return CPUOffloadPolicy() if enabled else OffloadPolicy()
@@ -195,36 +185,25 @@ def fits_one_device(
 ) -> bool:
     """Return whether weights, gradients and optimizer state take at most 70 % of the device unsharded.
 
-    The rest is for activations and encoders. On a CPU the answer is yes.
-
-    Args:
-        roots: what trains.
-        device: of this rank.
-        compute_dtype: of the copies that compute, of weights that have another.
-        state_bytes: of optimizers, for each number that trains; the most counts.
+    The rest is for activations and encoders. On a CPU the answer is yes. Weights of another dtype than `compute_dtype`
+    have copies in it; of the optimizers' `state_bytes` for each number that trains the largest is taken.
     """
     if device.type != "cuda":
         return True
-    state = max(state_bytes)
-    parameters = [parameter for root in roots for parameter in root.parameters()]
-    need = sum(_bytes_in_training(parameter, compute_dtype, state) for parameter in parameters)
+    need, state = 0.0, max(state_bytes)
+    for parameter in (parameter for root in roots for parameter in root.parameters()):
+        size = parameter.element_size()
+        copy = compute_dtype.itemsize if parameter.dtype != compute_dtype else 0
+        need += parameter.numel() * (size + parameter.requires_grad * (size + state + copy))
     return need <= FITS_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
-def _bytes_in_training(parameter: nn.Parameter, compute_dtype: torch.dtype, state_bytes: float) -> float:
-    """Return the bytes of a weight, and, where it trains, of its gradient, copy and optimizer state."""
-    each: float = parameter.element_size()
-    if parameter.requires_grad:
-        each += each + state_bytes + (compute_dtype.itemsize if parameter.dtype != compute_dtype else 0)
-    return parameter.numel() * each
-
-
 def set_gradient_sync(roots: Iterable[nn.Module], last: bool) -> None:
-    """Choose which gradients the next backward communicates.
+    """Choose which gradients the next backward communicates, that of the step's `last` micro-batch or another.
 
-    Those of weights that are whole on each rank are averaged with the step's `last` micro-batch alone. Those of sharded
-    weights are scattered with each, so that no rank keeps a whole gradient, and added over the replicas with the last.
-    Those of offloaded weights are finished with each, so that they leave the device.
+    Those of whole weights: with the last alone. Those of sharded weights: scattered with each, so that no rank keeps a
+    whole gradient, and added over the replicas with the last. Those of offloaded weights: with each, to leave the
+    device.
     """
     for root in roots:
         if (sharded := _SHARDED.get(root)) is not None:

@@ -31,13 +31,13 @@ _GROUPS = itertools.count()
 """Numbers the groups that this process joins, alike on all ranks."""
 
 MEETING_SECONDS = 300.0
-"""How long ranks wait for each other to start; they were started together."""
+"""Timeout of the start of all ranks."""
 
 SET_UP_SECONDS = 7200.0
-"""How long ranks wait for each other outside of steps, where one may load, hash or write much."""
+"""Timeout outside of steps, where a rank may load, hash or write much."""
 
 DEVICE_GRACE_SECONDS = 60.0
-"""How much longer the device's exchange waits than that of the hosts, whose failure has a message."""
+"""Longer timeout of exchanges on the device: those of the hosts fail with a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +61,6 @@ def process_group() -> Iterator[World]:
 
     On CUDA, tensors on the host go through gloo and tensors on the device through nccl.
     After an error the group is left without the final barrier, which the other ranks may never reach.
-
-    Raises:
-        ConfigError: two ranks have the same GPU.
-        RunError: the ranks do not find each other, or this process has joined another group.
     """
     if dist.is_initialized():
         raise RunError(
@@ -114,8 +110,7 @@ def _outside_of_main_thread(work: Callable[[], T]) -> T:
 def _meet(backend: str) -> torch.device:
     """Make the process group of all ranks and return this rank's device. Collective.
 
-    torchrun keeps its store over a restart, and over the runs of a sweep in one process, with the addresses of ended
-    groups: each attempt, and each group of a process, has a prefix of its own.
+    torchrun's store keeps the addresses of ended groups over restarts and the runs of a sweep, hence the prefix.
     """
     meeting = timedelta(seconds=MEETING_SECONDS)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -146,12 +141,9 @@ def _not_met(error: Exception) -> str:
 
 
 def own_device(store: dist.Store, rank: int, ranks: int) -> torch.device:
-    """Return the GPU of this rank, or the CPU where it sees none. Collective.
+    """Return the GPU with the rank's number on its machine, or the only visible one, or the CPU. Collective.
 
-    It is the one with the rank's number on its machine, or the only visible one. Ranks compare theirs in the store.
-
-    Raises:
-        ConfigError: two ranks have the same GPU, or some have none; the same on every rank.
+    Ranks compare theirs in the store: a ConfigError on all where two have the same GPU, or only some have one.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -190,15 +182,8 @@ def mesh_shape(
 ) -> tuple[int, int]:
     """Return (replicate, shard) sizes for a parallel mode.
 
-    Args:
-        mode: auto chooses single alone, ddp where the training state fits a device, else fsdp.
-        ranks: of all machines.
-        shard_size: ranks that share one copy of the weights in hsdp; None = those of a machine.
-        machine_ranks: of each machine.
-        fits: whether weights, gradients and optimizer state fit every device unsharded.
-
-    Raises:
-        ConfigError: a mode or shard size that these ranks cannot form.
+    auto is single alone, ddp where the training state `fits` every device unsharded, else fsdp. In hsdp `shard_size`
+    ranks share one copy of the weights; None = the `machine_ranks`, those of each machine.
     """
     if mode == "single" and ranks > 1:
         raise ConfigError(

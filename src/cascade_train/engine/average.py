@@ -1,8 +1,9 @@
-"""A running average of the weights: kept beside them or on the host, and swapped in to be looked at."""
+"""A running average of the weights, on their device or on the host, which can be swapped in for an evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.distributed.parallelize import like, local, part_of, reshard
-from cascade_train.engine.checkpoint.writing import Background, HostMemory, Piece
+from cascade_train.engine.checkpoint.writing import Background, HostMemory
 
 
 class Ema:
@@ -19,12 +20,7 @@ class Ema:
     ema <- decay * ema + (1 - decay) * weights, every `every_steps` optimizer steps; before `start_step` the
     average is a plain copy (Stable Cascade, train/base.py, which counts micro-batches instead).
 
-    Args:
-        parameters: the trainable parameters, by name, already sharded; their shards are copied.
-        decay: in [0, 1).
-        start_step: first optimizer step at which the average is more than a copy.
-        every_steps: optimizer steps between updates.
-        device: where the average lives; None = beside the weights.
+    `parameters` are already sharded, and `device` is that of the average; None = that of the weights.
     """
 
     def __init__(
@@ -49,14 +45,10 @@ class Ema:
         self._copies = HostMemory()
         self._stream = torch.cuda.Stream() if crosses and torch.cuda.is_available() else None
         self._copied: torch.cuda.Event | None = None
-        self._blended: Piece | None = None
+        self._blended: Future[None] | None = None
 
     def start_from(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Start from given names and whole, unsharded values instead; those that are not averaged are ignored.
-
-        Raises:
-            AssertionError: a parameter is not among them.
-        """
+        """Start from given names and whole, unsharded values instead; those that are not averaged are ignored."""
         missing = set(self._average)
         for name, value in values:
             if name in missing:
@@ -67,10 +59,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the average with the weights after optimizer step `step`.
-
-        Where the average lives on the host of a device, neither waits: a stream copies the weights, a thread blends.
-        """
+        """Update the average after optimizer step `step`; one on the host without waiting, by a stream and a thread."""
         if step % self.every_steps:
             return
         weight = 1.0 if step < self.start_step else 1.0 - self.decay
@@ -108,7 +97,7 @@ class Ema:
     def swapped(self, roots: Sequence[nn.Module]) -> Iterator[None]:
         """Swap weights and average for the block; both are restored bit for bit.
 
-        Weights of fewer bits than the average are kept beside it, one more copy of them.
+        Weights of another dtype than the average are kept in one more copy.
         """
         narrow: dict[str, Tensor] = {}
         self._swap(roots, narrow)
@@ -123,15 +112,12 @@ class Ema:
         self.settle()
         for name, parameter in self._parameters.items():
             shard, average = local(parameter.detach()), self._average[name]
-            if shard.dtype != average.dtype:
-                kept = narrow.pop(name, None)
-                if kept is None:
-                    narrow[name] = shard.to(average.device, copy=True)
-                shard.copy_(average if kept is None else kept)
-                continue
-            kept = shard.to(average.device, copy=True)
-            shard.copy_(average)
-            average.copy_(kept)
+            weights = shard.to(average.device, copy=True)
+            shard.copy_(narrow.get(name, average))
+            if shard.dtype == average.dtype:
+                average.copy_(weights)
+            else:
+                narrow[name] = weights
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the average by parameter name, sharded like the parameters."""

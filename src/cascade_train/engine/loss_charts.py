@@ -29,7 +29,7 @@ MEMORY = 0.95
 COLOURS = {"loss": "#2040a0", "validate/loss": "#c04010", "validate_ema/loss": "#109050"}
 """Of the metrics that are drawn."""
 POINTS = 2000
-"""Most points of a line; a longer one is thinned."""
+"""Most points of a line."""
 LOWEST, HIGHEST, LEVELS = -16.0, 16.0, 64
 """Range of logSNR and its number of levels; what lies outside counts for the level at its end."""
 
@@ -80,7 +80,7 @@ class Curve:
         self.steps, self.values, self.means = array("q"), array("d"), array("d")
 
     def add(self, step: int, value: float) -> None:
-        """Append the value of a step."""
+        """Append a value."""
         self.means.append(MEMORY * self.means[-1] + (1 - MEMORY) * value if self.means else value)
         self.steps.append(step)
         self.values.append(value)

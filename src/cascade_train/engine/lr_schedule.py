@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the optimizer step; nothing here has state."""
+"""Learning-rate schedules as pure functions of the optimizer step."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class _Decay(LrSchedule):
         """Return the factor at `step` of a run of `max_steps`."""
         if step <= self.warmup_steps or max_steps <= self.warmup_steps:
             return _warmup_factor(step, self.warmup_steps)
-        remaining = self.remaining(min(step, max_steps) - self.warmup_steps, max_steps - self.warmup_steps)
+        remaining = self._remaining(min(step, max_steps) - self.warmup_steps, max_steps - self.warmup_steps)
         return self.min_factor + (1.0 - self.min_factor) * remaining
 
     @abc.abstractmethod
-    def remaining(self, step: int, steps: int) -> float:
+    def _remaining(self, step: int, steps: int) -> float:
         """Return the share, in [0, 1], that is left of 1 - `min_factor` after `step` of the `steps` of the decay."""
 
 
@@ -74,8 +74,6 @@ class CosineSchedule(_Decay):
     """Linear warmup, then half a cosine down to `min_factor` at the last step (Loshchilov and Hutter 2017, eq. 5).
 
     Args:
-        warmup_steps: optimizer steps until the full learning rate; 0 = from the first.
-        min_factor: factor at `train.max_steps` and beyond, in [0, 1].
         cycles: half cosines; each begins at the full learning rate again (a warm restart).
     """
 
@@ -83,8 +81,7 @@ class CosineSchedule(_Decay):
         super().__init__(warmup_steps=warmup_steps, min_factor=min_factor)
         self.cycles = _positive("cycles", cycles)
 
-    def remaining(self, step: int, steps: int) -> float:
-        """Return the cosine's share of its cycle; the last step ends the last cycle."""
+    def _remaining(self, step: int, steps: int) -> float:
         done = 1.0 if step == steps else step * self.cycles % steps / steps
         return 0.5 * (1.0 + math.cos(math.pi * done))
 
@@ -93,8 +90,6 @@ class PolynomialSchedule(_Decay):
     """Linear warmup, then (1 - progress) ** power down to `min_factor` at the last step; power 1 is linear.
 
     Args:
-        warmup_steps: optimizer steps until the full learning rate; 0 = from the first.
-        min_factor: factor at `train.max_steps` and beyond, in [0, 1].
         power: above 0.
     """
 
@@ -104,8 +99,7 @@ class PolynomialSchedule(_Decay):
             raise ValueError(f"lr_scheduler.power={power} must be above 0; 1 is linear.")
         self.power = power
 
-    def remaining(self, step: int, steps: int) -> float:
-        """Return (1 - step / steps) ** power."""
+    def _remaining(self, step: int, steps: int) -> float:
         return float((1.0 - step / steps) ** self.power)
 
 
@@ -113,8 +107,6 @@ class WarmupStableDecaySchedule(_Decay):
     """Linear warmup, constant, then linear down to `min_factor` over the last steps (WSD, Hu et al. 2024).
 
     Args:
-        warmup_steps: optimizer steps until the full learning rate; 0 = from the first.
-        min_factor: factor at `train.max_steps` and beyond, in [0, 1].
         decay_steps: last optimizer steps, over which it falls.
     """
 
@@ -122,8 +114,7 @@ class WarmupStableDecaySchedule(_Decay):
         super().__init__(warmup_steps=warmup_steps, min_factor=min_factor)
         self.decay_steps = _positive("decay_steps", decay_steps)
 
-    def remaining(self, step: int, steps: int) -> float:
-        """Return 1 until `decay_steps` are left, then their share."""
+    def _remaining(self, step: int, steps: int) -> float:
         return min((steps - step) / self.decay_steps, 1.0)
 
 

@@ -1,7 +1,6 @@
 """The metrics of a run: one JSON object per optimizer step in `metrics.jsonl`, and which lines are whole, cut or lost.
 
-Values stay on the device until `flush`, the one host sync; when to flush, and who else gets the rows, is decided by the
-loop.
+Values stay on the device until `flush`, the one host sync.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ Row = dict[str, Any]
 
 
 class MetricsLog:
-    """Collects the measurements of a run and appends them to a file on rank 0.
+    """Collects the metrics of a run and appends them to a file on rank 0.
 
-    `images_per_second` is the same for all steps of one flush: images over seconds since the flush before. So is
-    `data_wait_share`, the share of those seconds that this rank waited for its batches, where `waiting` measures them.
-    The clock starts with `start`, else at the first record, so that set-up is never counted.
+    All steps of a flush have the same `images_per_second`, images over seconds since the flush before, and the same
+    `data_wait_share`, the share of those seconds spent `waiting` for data. The clock starts with `start`, else at the
+    first record, so that set-up is never counted.
     """
 
     def __init__(self, path: Path, *, is_main: bool) -> None:
@@ -70,11 +69,7 @@ class MetricsLog:
                 self._seconds += time.perf_counter() - begun
 
     def record(self, step: int, samples_seen: int, values: Mapping[str, Tensor | float]) -> None:
-        """Keep the numbers or () tensors of one optimizer step, equal on all ranks. Does not sync with the host.
-
-        Raises:
-            AssertionError: a value is not a scalar, or a tensor spread over ranks.
-        """
+        """Keep the numbers or plain () tensors of one optimizer step, equal on all ranks. Does not sync."""
         for name, value in values.items():
             if isinstance(value, Tensor) and (type(value) is not Tensor or value.ndim != 0):
                 raise AssertionError(f"metric {name} must be a plain () tensor, not {type(value)} {tuple(value.shape)}")
@@ -90,11 +85,7 @@ class MetricsLog:
         self._pending.clear()
 
     def flush(self) -> list[Row]:
-        """Bring the records since the last flush to the host, append them to the file, and return them, on rank 0.
-
-        Raises:
-            RunError: the disk is full or failed.
-        """
+        """Bring the records since the last flush to the host, append them to the file, and return them, on rank 0."""
         if not self._pending:
             return []
         pending, self._pending = self._pending, []

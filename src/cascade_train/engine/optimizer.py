@@ -1,4 +1,4 @@
-"""Optimizers: which parameters decay, how the learning rate scales, and the algorithm that is wrapped."""
+"""Optimizers: the algorithm, which parameters decay, and how the learning rate scales."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ REFUSED = {
 }
 """Algorithms of torch that cannot train here, and why."""
 
+OTHER = "another algorithm, such as torch.optim.AdamW; or this one without fused, where it was given"
 
 _ELEMENTWISE = ["SGD", "ASGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop"]
 ELEMENTWISE = frozenset(getattr(torch.optim, name) for name in _ELEMENTWISE)
@@ -35,7 +36,7 @@ ELEMENTWISE = frozenset(getattr(torch.optim, name) for name in _ELEMENTWISE)
 
 @runtime_checkable
 class Averaging(Protocol):
-    """An algorithm that averages the weights: those that it trains are not those that count."""
+    """An algorithm that keeps its own average of the weights."""
 
     is_schedule_free: ClassVar[bool]
 
@@ -60,9 +61,6 @@ class OptimizerSpec:
         weight_decay: of the weights that `decay` names.
         algorithm: called with parameter groups, e.g. a partial of `torch.optim.AdamW`.
         decay: "matrices" and kernels alone, not norms, biases, response norms and tokens; "all" as in the original.
-
-    Raises:
-        ValueError: a value out of its range, an algorithm that cannot train here, or one without weight decay.
     """
 
     def __init__(
@@ -89,7 +87,8 @@ class OptimizerSpec:
                 f"optimizer.algorithm={made.__name__} is constructed from parameter groups and lr, and its constructor "
                 f"does not take them: {error}. Write 'def __init__(self, params, lr, ...)'."
             ) from error
-        if weight_decay > 0 and not _takes_weight_decay(made):
+        takes = inspect.signature(made).parameters.values()
+        if weight_decay > 0 and not any(p.name == "weight_decay" or p.kind is p.VAR_KEYWORD for p in takes):
             raise ValueError(
                 f"optimizer.weight_decay={weight_decay} has no effect: {made.__name__} has no weight decay. Set "
                 "optimizer.weight_decay=0."
@@ -122,10 +121,8 @@ class OptimizerSpec:
         """Return the algorithm over two groups, with and without weight decay; empty groups are left out. Collective.
 
         A root, the first part of a name, that is in `lrs` has two groups of its own, with that learning rate. An
-        elementwise algorithm gets the `shard_of` each parameter. Weights in bf16 are rounded stochastically.
-
-        Raises:
-            ConfigError: the algorithm refuses these parameters, or needs whole weights where they are sharded.
+        elementwise algorithm gets the `shard_of` each parameter. Weights in bf16 are rounded stochastically. A
+        ConfigError where the algorithm refuses these parameters, or needs whole weights and they are sharded.
         """
         from torch.distributed.tensor import DTensor  # these take a second
 
@@ -140,54 +137,41 @@ class OptimizerSpec:
             rate = {} if root is None else {"lr": self.base_lr(global_batch_size, lrs[root])}
             for each, decay in ((decayed, self.weight_decay), (kept, 0.0)):
                 chosen = {name: p for name, p in each.items() if root_in(name, lrs) == root}
-                groups += [{"params": self._listed(chosen), "weight_decay": decay, **rate}] if chosen else []
+                groups += [{"params": self._list(chosen), "weight_decay": decay, **rate}] if chosen else []
         name = getattr(self.made, "__name__", self.algorithm)
         try:
             optimizer = self.algorithm(groups, lr=self.base_lr(global_batch_size))
         except ValueError as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise ConfigError(
-                f"optimizer.algorithm={name} cannot train these weights: {reason}. Remedy: another algorithm,"
-                " such as torch.optim.AdamW; or this one without fused, where it was given"
+                f"optimizer.algorithm={name} cannot train these weights: {reason}. Remedy: {OTHER}"
             ) from error
         if lrs and isinstance(optimizer, Estimating):
             raise ConfigError(
                 f"optimizer.algorithm={name} estimates one learning rate for all weights: model.{next(iter(lrs))}.lr "
-                "has no place in it. Set that to null, or choose another algorithm, such as torch.optim.AdamW"
+                "has no effect. Set that to null, or choose another algorithm, such as torch.optim.AdamW"
             )
         if any(p.dtype == torch.bfloat16 for p in parameters.values()):
             optimizer = self._rounding(optimizer, whole, parameters, seed)
         mesh = next((p.device_mesh for p in parameters.values() if isinstance(p, DTensor)), None)
         if mesh is None or self._works_on(mesh, min(len(p) for p in parameters.values() if isinstance(p, DTensor))):
             return optimizer
+        state, remedy = f"sharded over {mesh.size(-1)} ranks", "parallel=ddp, where they fit a device"
         if mesh.size(-1) == 1:
-            raise ConfigError(
-                f"optimizer.algorithm={name} cannot train offloaded weights. Remedy: parallel.cpu_offload=false, or "
-                "another algorithm, such as torch.optim.AdamW"
-            )
+            state, remedy = "offloaded", "parallel.cpu_offload=false"
         raise ConfigError(
-            f"optimizer.algorithm={name} cannot train these weights: it needs each of them whole, and here they are"
-            f" sharded over {mesh.size(-1)} ranks. Remedy: parallel=ddp, where they fit a device; another "
-            "algorithm, such as torch.optim.AdamW; or this one without fused, where it was given"
+            f"optimizer.algorithm={name} cannot train these weights: it needs each of them whole, and here they are "
+            f"{state}. Remedy: {remedy}; {OTHER}"
         )
 
     def _rounding(
-        self,
-        optimizer: Optimizer,
-        whole: Mapping[str, nn.Parameter],
-        parameters: Mapping[str, nn.Parameter],
-        seed: int,
+        self, optimizer: Optimizer, whole: Mapping[str, nn.Parameter], parameters: Mapping[str, nn.Parameter], seed: int
     ) -> Optimizer:
-        """Return the algorithm with weights in bf16, which it must treat one by one.
-
-        Raises:
-            ConfigError: it looks at several weights together, or averages them itself.
-        """
+        """Return the algorithm with stochastic rounding; a ConfigError where it does not treat weights one by one."""
         from cascade_train.distributed.parallelize import first_row
         from cascade_train.engine.algorithms.stochastic_rounding import StochasticRounding
 
-        alone = self.made is torch.optim.Adafactor or all(self._by_element(name, p) for name, p in whole.items())
-        if not alone or isinstance(optimizer, Averaging):
+        if not self.rounds(whole):
             raise ConfigError(
                 f"train.master_weights=bf16: {self.made.__name__} needs fp32 masters. Set train.master_weights=fp32, "
                 "or another optimizer: adamw, adamw_8bit, adafactor or lion."
@@ -199,23 +183,23 @@ class OptimizerSpec:
         """Return the bytes of state for each number of a large matrix, found by a step on a small one."""
         weight = nn.Parameter(torch.zeros(256, 256, device=device))
         weight.grad = torch.zeros_like(weight)
-        optimizer = self.algorithm([{"params": self._listed({"weight": weight})}], lr=self.lr)
+        optimizer = self.algorithm([{"params": self._list({"weight": weight})}], lr=self.lr)
         optimizer.step()
         values = [value for value in optimizer.state[weight].values() if isinstance(value, Tensor)]
         return sum(value.numel() * value.element_size() for value in values) / weight.numel()
 
-    def rounds(self) -> bool:
-        """Return whether weights in bf16 can be rounded, of matrices at least: see `_rounding`."""
-        alone = self.made is torch.optim.Adafactor or self._by_element("weight", nn.Parameter(torch.empty(2, 2)))
+    def rounds(self, parameters: Mapping[str, nn.Parameter] | None = None) -> bool:
+        """Return whether the algorithm treats these weights, None = matrices, one by one: then they train in bf16."""
+        named = parameters or {"weight": nn.Parameter(torch.empty(2, 2))}
+        alone = self.made is torch.optim.Adafactor or all(self._by_element(name, p) for name, p in named.items())
         return alone and not getattr(self.made, "is_schedule_free", False)
 
     def _by_element(self, name: str, parameter: nn.Parameter) -> bool:
-        """Return whether the algorithm updates a shard of a parameter as it would as a part of the whole."""
+        """Return whether the algorithm updates each number of a parameter by itself, so that a shard suffices."""
         judge = getattr(self.made, "by_element", None)
         return self.made in ELEMENTWISE if judge is None else judge(name, parameter)
 
-    def _listed(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
-        """Return parameters as the algorithm takes them."""
+    def _list(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
         return list(parameters.items() if getattr(self.made, "takes_names", False) else parameters.values())
 
     def _works_on(self, mesh: DeviceMesh, rows: int) -> bool:
@@ -229,7 +213,7 @@ class OptimizerSpec:
         weight = nn.Parameter(distribute_tensor(values, mesh, placements))
         weight.grad = torch.zeros_like(weight)
         try:
-            self.algorithm([{"params": self._listed({"weight": weight})}], lr=self.lr).step()
+            self.algorithm([{"params": self._list({"weight": weight})}], lr=self.lr).step()
         except RuntimeError:
             return False
         return True
@@ -239,11 +223,6 @@ def root_in(name: str, lrs: Mapping[str, float]) -> str | None:
     """Return the root that a parameter's name begins with where it has a learning rate of its own."""
     root = name.partition(".")[0]
     return root if root in lrs else None
-
-
-def _takes_weight_decay(algorithm: Callable[..., Optimizer]) -> bool:
-    parameters = inspect.signature(algorithm).parameters
-    return "weight_decay" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
@@ -259,7 +238,7 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def progress(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return a copy of each parameter group without its parameters: settings, and what the algorithm counts there."""
+    """Return a copy of each parameter group without its parameters."""
     return [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
 
 

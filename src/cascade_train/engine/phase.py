@@ -49,14 +49,8 @@ def trainable_parameters(phase: Phase) -> dict[str, nn.Parameter]:
 class BoundPhase:
     """One phase of the run: its loss, and the update that follows from it.
 
-    Attributes:
-        phase: the task's phase; its modules are sharded already.
-        optimizer: over the phase's trainable parameters.
-        base_lr: learning rate before the schedule.
-        lr_schedule: factor by optimizer step.
-        ema: average of the phase's weights, or None.
-        max_grad_norm: global gradient norm above which gradients are scaled down; None = off.
-        lrs: as `base_lr`, of roots that have their own, by name.
+    The modules of `phase` are sharded already. `base_lr` is the learning rate before the schedule, `lrs` that of roots
+    with their own, by name; gradients are scaled down above the global norm `max_grad_norm`, None = never.
     """
 
     phase: Phase
@@ -146,10 +140,10 @@ class BoundPhase:
         reshard(self.roots)
         weights = self._weights()
         state: dict[str, Any] = {"optimizer": self._optimizer_state()} if optimizer else {}
-        counting = {name: like(self.parameters[name], value) for name, value in self._counting()}
-        if optimizer and counting:
-            state["optimizer"]["weights"] = {name: weights[name] for name in counting}
-        state["weights"] = {**weights, **counting}
+        averages = {name: like(self.parameters[name], value) for name, value in self._averages()}
+        if optimizer and averages:
+            state["optimizer"]["weights"] = {name: weights[name] for name in averages}
+        state["weights"] = {**weights, **averages}
         return state if self.ema is None else {**state, "ema": self.ema.state_dict()}
 
     @torch.no_grad()
@@ -165,26 +159,26 @@ class BoundPhase:
             self.ema.load_state_dict(state["ema"])
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Put the weights that count in the place of those that train for the block; these come back bit for bit."""
+    def averaging(self) -> Iterator[None]:
+        """Swap in the optimizer's own average of the weights for the block; these come back bit for bit."""
         if not isinstance(self.optimizer, Averaging):
             yield
             return
         reshard(self.roots)
-        trained = {}
-        for name, value in self._counting():
+        trained = []
+        for name, value in self._averages():
             shard = local(self.parameters[name].detach())
-            trained[name] = shard.clone()
+            trained.append((shard, shard.clone()))
             shard.copy_(value)
         try:
             yield
         finally:
             reshard(self.roots)
-            for name, value in trained.items():
-                local(self.parameters[name].detach()).copy_(value)
+            for shard, value in trained:
+                shard.copy_(value)
 
-    def _counting(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that count where they are not those that train: names and this rank's parts."""
+    def _averages(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and this rank's parts of the optimizer's own average of the weights, if it has one."""
         if isinstance(self.optimizer, Averaging):
             lend(zip(self.parameters.values(), self._updated.values(), strict=True))
             names = {id(p): name for name, p in self._updated.items()}
@@ -230,7 +224,7 @@ class BoundPhase:
 
 
 def checked_loss(phase: Phase, prepared: Any) -> StepOutput:
-    """Return what a phase's loss does; a RunError names it where that has not the form of a `StepOutput`."""
+    """Return a phase's loss; a RunError names the function if that is no valid `StepOutput`."""
     output: Any = phase.loss(prepared)
     name = getattr(phase.loss, "__qualname__", f"the loss of phase {phase.name}")
     if not isinstance(output, StepOutput):
@@ -266,10 +260,10 @@ def sum_totals(outputs: Sequence[StepOutput]) -> dict[str, Tensor]:
 
 @contextmanager
 def averaged(phases: Sequence[BoundPhase]) -> Iterator[None]:
-    """Run the block with every phase's average in its weights' place."""
+    """Swap in every phase's average for the block."""
     with ExitStack() as stack:
         for phase in phases:
-            stack.enter_context(phase.counting())
+            stack.enter_context(phase.averaging())
             if phase.ema is not None:
                 stack.enter_context(phase.ema.swapped(phase.roots))
         yield
@@ -277,10 +271,10 @@ def averaged(phases: Sequence[BoundPhase]) -> Iterator[None]:
 
 @contextmanager
 def evaluated(phases: Sequence[BoundPhase]) -> Iterator[None]:
-    """Run the block in eval mode, without gradients, with the weights that count in place of those that train."""
+    """Run the block in eval mode, without gradients, with the average of an optimizer that has its own."""
     with ExitStack() as stack:
         for phase in phases:
-            stack.enter_context(phase.counting())
+            stack.enter_context(phase.averaging())
         stack.enter_context(evaluating([root for phase in phases for root in phase.roots]))
         yield
 
@@ -294,13 +288,7 @@ def training_state(phases: Sequence[BoundPhase], task: Task, *, optimizer: bool 
 def restore_training_state(
     store: CheckpointStore, path: Path, phases: Sequence[BoundPhase], task: Task, *, optimizer: bool = True
 ) -> Any:
-    """Load a checkpoint into phases and task, and return its facts. Collective.
-
-    `optimizer`: the optimizers' state too, which only training needs.
-
-    Raises:
-        ConfigError: the checkpoint is of another model, or has no optimizer state any more.
-    """
+    """Load a checkpoint into phases and task, and return its facts. Collective. See `CheckpointStore.load`."""
     state = training_state(phases, task, optimizer=optimizer)
     facts = store.load(path, state, optimizer=optimizer)
     for phase in phases:

@@ -6,10 +6,12 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, TextIO
 
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +31,8 @@ class Progress:
         self._bar: tqdm[None] | None = None
         if is_main and sys.stderr.isatty() and _has_width(sys.stderr):
             self._bar = tqdm(total=max_steps, bar_format=_BAR, dynamic_ncols=True, file=sys.stderr)
-            handlers = [each for each in logging.getLogger().handlers if isinstance(each, logging.StreamHandler)]
-            self._moved = [(each, each.setStream(_AboveBar())) for each in handlers if each.stream is sys.stderr]
+            self._logging_above = ExitStack()
+            self._logging_above.enter_context(logging_redirect_tqdm())
 
     def update(self, row: Mapping[str, Any]) -> None:
         """Show one step, a row of `MetricsLog.flush`."""
@@ -50,8 +52,7 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-            for handler, stream in self._moved:
-                handler.setStream(stream)
+            self._logging_above.close()
 
 
 def _has_width(terminal: TextIO) -> bool:
@@ -60,16 +61,6 @@ def _has_width(terminal: TextIO) -> bool:
         return os.get_terminal_size(terminal.fileno()).columns > 0
     except OSError:  # a stand-in
         return True
-
-
-class _AboveBar:
-    """A stream whose lines appear above the bar on the terminal."""
-
-    def write(self, text: str) -> None:
-        tqdm.write(text, file=sys.stderr, end="")
-
-    def flush(self) -> None:
-        sys.stderr.flush()
 
 
 def describe_validation(row: Mapping[str, Any]) -> str:

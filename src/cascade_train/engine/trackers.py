@@ -1,7 +1,7 @@
-"""How each tracker is started, and the few calls of its library by which a run is shown there.
+"""How each tracker is started, and the calls of its library that show a run.
 
-A library is imported only when its tracker is chosen, and records nothing by itself: neither the command line and the
-environment nor the output, which could hold secrets.
+A library is imported only when its tracker is chosen. Its own recording of command line, environment and output is
+switched off: they could contain secrets.
 """
 
 from __future__ import annotations
@@ -18,24 +18,18 @@ import numpy as np
 from PIL import Image
 
 from cascade_train.engine.run.config_difference import flatten
-from cascade_train.files.plain_yaml import to_yaml
+from cascade_train.files.durable import to_yaml
 from cascade_train.files.untrusted import read_regular
 
 Values = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a tracked run is to be found.
+class Destination:
+    """Where a run is shown.
 
-    Attributes:
-        project: what the tracker groups runs by.
-        entity: account or team that owns the project; None = the tracker's default.
-        offline: reach no server.
-        name: shown as the run's name.
-        folder: of the tracker's files, in the run's folder.
-        run_id: of a tracked run that is continued; None = a new one.
-        beside: another process tracks the run too; whether it goes on is its to say.
+    `entity` is the account or team of the project, `folder` the tracker's own in the run's, `run_id` that of a tracked
+    run to continue; None = the tracker's default, or a new run. `beside`: another process tracks the run and ends it.
     """
 
     project: str | None
@@ -47,48 +41,37 @@ class Place:
     beside: bool = False
 
 
-def nothing(*_: Any) -> None:
-    """Stand for what a tracker has no call for."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """What shows a started run, in the calls of its tracker's library.
+    """What shows a started run, see the methods of `Tracker`; None = the tracker has no such call.
 
-    Attributes:
-        run_id: continues the same tracked run after a resume; None where there is none.
-        numbers: those of a step: values, step.
-        image: a file under a name that is the same at every step: name, path, step.
-        rewind: the steps after this one come again, where they would not be shown in their place: step.
-        note: a sentence that stays with the run.
-        alert: tells the owner of the run: Finished, Stopped or Failed, and how.
-        finish: sends what is left and closes.
+    `rewind` is for trackers that would show a repeated step twice; `alert` gets Finished, Stopped or Failed.
     """
 
     run_id: str | None = None
-    numbers: Callable[[Values, int], object] = nothing
-    image: Callable[[str, Path, int], object] = nothing
-    rewind: Callable[[int], object] = nothing
-    note: Callable[[str], object] = nothing
-    alert: Callable[[str, str], object] = nothing
-    finish: Callable[[], object] = nothing
+    numbers: Callable[[Values, int], object] | None = None
+    image: Callable[[str, Path, int], object] | None = None
+    rewind: Callable[[int], object] | None = None
+    note: Callable[[str], object] | None = None
+    alert: Callable[[str, str], object] | None = None
+    finish: Callable[[], object] | None = None
 
 
-def aim(place: Place, config: Values) -> Calls:
+def aim(target: Destination, config: Values) -> Calls:
     """Start a run in the Aim repository of the current folder, or of its own. `aim-watcher` passes alerts on."""
     import aim
 
-    if place.offline:
-        place.folder.mkdir(exist_ok=True)
+    if target.offline:
+        target.folder.mkdir(exist_ok=True)
     run: Any = aim.Run(
-        place.run_id,
-        repo=str(place.folder) if place.offline else None,
-        experiment=place.project,
-        force_resume=place.run_id is not None,  # of a run that was killed
+        target.run_id,
+        repo=str(target.folder) if target.offline else None,
+        experiment=target.project,
+        force_resume=target.run_id is not None,  # of a run that was killed
         system_tracking_interval=None,
         capture_terminal_logs=False,
     )
-    run.name, run["config"] = place.name, config
+    run.name, run["config"] = target.name, config
     return Calls(
         run_id=run.hash,
         numbers=lambda values, step: [run.track(value, name=name, step=step) for name, value in values.items()],
@@ -99,18 +82,18 @@ def aim(place: Place, config: Values) -> Calls:
     )
 
 
-def clearml(place: Place, config: Values) -> Calls:
+def clearml(target: Destination, config: Values) -> Calls:
     """Start a task of ClearML, or a session to import later."""
     from clearml import Task
 
-    if place.offline:
-        os.environ["CLEARML_CACHE_DIR"] = str(place.folder)
-    Task.set_offline(place.offline)
+    if target.offline:
+        os.environ["CLEARML_CACHE_DIR"] = str(target.folder)
+    Task.set_offline(target.offline)
     task: Any = Task.init(
-        place.project,
-        place.name,
-        reuse_last_task_id=place.run_id or False,
-        continue_last_task=False if place.run_id is None else 0,  # 0: a step keeps its number
+        target.project,
+        target.name,
+        reuse_last_task_id=target.run_id or False,
+        continue_last_task=False if target.run_id is None else 0,  # 0: a step keeps its number
         auto_connect_arg_parser=False,
         auto_connect_frameworks={"detect_repository": False},
         auto_resource_monitoring=False,
@@ -128,20 +111,20 @@ def clearml(place: Place, config: Values) -> Calls:
     )
 
 
-def comet(place: Place, config: Values) -> Calls:
-    """Start an experiment of Comet, or an archive to upload later. Alerts are mails, where the account allows them."""
+def comet(target: Destination, config: Values) -> Calls:
+    """Start an experiment of Comet, or an archive to upload later. Alerts are mails, if the account allows them."""
     os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"  # else it changes other libraries
     import comet_ml
 
     recorded = "log_code log_graph log_git_metadata log_git_patch log_env_details parse_args"
     quiet = dict.fromkeys(f"{recorded} auto_output_logging auto_param_logging auto_metric_logging".split(), False)
     run: Any = comet_ml.start(
-        workspace=place.entity,
-        project_name=place.project,
-        experiment_key=place.run_id,
-        online=not place.offline,
+        workspace=target.entity,
+        project_name=target.project,
+        experiment_key=target.run_id,
+        online=not target.offline,
         experiment_config=comet_ml.ExperimentConfig(
-            name=place.name, offline_directory=str(place.folder), display_summary_level=0, **quiet
+            name=target.name, offline_directory=str(target.folder), display_summary_level=0, **quiet
         ),
     )
     run.log_parameters(config)
@@ -155,13 +138,13 @@ def comet(place: Place, config: Values) -> Calls:
     )
 
 
-def dvclive(place: Place, config: Values) -> Calls:
+def dvclive(target: Destination, config: Values) -> Calls:
     """Write the tables and images of DVCLive."""
     from dvclive import Live
 
-    if place.offline:
+    if target.offline:
         os.environ["DVC_STUDIO_OFFLINE"] = "true"
-    live: Any = Live(str(place.folder), resume=True, save_dvc_exp=False, dvcyaml=None)
+    live: Any = Live(str(target.folder), resume=True, save_dvc_exp=False, dvcyaml=None)
     live.log_params(config)
 
     def numbers(values: Values, step: int) -> None:
@@ -171,7 +154,7 @@ def dvclive(place: Place, config: Values) -> Calls:
         live.sync()
 
     def rewind(step: int) -> None:
-        for table in place.folder.glob("plots/metrics/**/*.tsv"):
+        for table in target.folder.glob("plots/metrics/**/*.tsv"):
             header, *rows = read_regular(table).decode().splitlines(keepends=True)
             table.write_text(header + "".join(row for row in rows if int(row.split("\t")[0]) <= step))
 
@@ -183,24 +166,24 @@ def dvclive(place: Place, config: Values) -> Calls:
     )
 
 
-def mlflow(place: Place, config: Values) -> Calls:
+def mlflow(target: Destination, config: Values) -> Calls:
     """Start a run on MLflow's server or in the store of its settings, or in a database of its own."""
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
 
     store, artifacts = None, None
-    if place.offline:
-        place.folder.mkdir(exist_ok=True)
-        store, artifacts = f"sqlite:///{place.folder}/mlflow.db", (place.folder / "artifacts").as_uri()
+    if target.offline:
+        target.folder.mkdir(exist_ok=True)
+        store, artifacts = f"sqlite:///{target.folder}/mlflow.db", (target.folder / "artifacts").as_uri()
     client: Any = MlflowClient(store)
-    known = client.get_experiment_by_name(place.project)
-    group = known.experiment_id if known else client.create_experiment(place.project, artifacts)
-    run_id = place.run_id or client.create_run(group, run_name=place.name).info.run_id
-    if not place.beside:
+    existing = client.get_experiment_by_name(target.project)
+    group = existing.experiment_id if existing else client.create_experiment(target.project, artifacts)
+    run_id = target.run_id or client.create_run(group, run_name=target.name).info.run_id
+    if not target.beside:
         client.update_run(run_id, status="RUNNING")
     client.log_dict(run_id, config, "config.yaml")
     settings = [Param(key, str(value)[:500]) for key, value in flatten(config).items()]
-    for begin in range(0, len(settings) if place.run_id is None else 0, 100):  # they never change
+    for begin in range(0, len(settings) if target.run_id is None else 0, 100):  # they never change
         client.log_batch(run_id, params=settings[begin : begin + 100])
 
     def numbers(values: Values, step: int) -> None:
@@ -221,18 +204,18 @@ def mlflow(place: Place, config: Values) -> Calls:
     )
 
 
-def swanlab(place: Place, config: Values) -> Calls:
+def swanlab(target: Destination, config: Values) -> Calls:
     """Start an experiment of SwanLab, or files to sync later."""
     import swanlab
 
     probe = dict.fromkeys(("hardware", "runtime", "requirements", "git", "monitor"), False)
     run: Any = swanlab.init(
-        project=place.project,
-        workspace=place.entity,
-        name=place.name,
-        log_dir=str(place.folder),
-        mode="offline" if place.offline else "online",
-        id=place.run_id,
+        project=target.project,
+        workspace=target.entity,
+        name=target.name,
+        log_dir=str(target.folder),
+        mode="offline" if target.offline else "online",
+        id=target.run_id,
         resume="allow",
         config=config,
         settings=swanlab.Settings(interactive=False, probe=probe, terminal={"proxy_type": "none"}),
@@ -248,11 +231,11 @@ def swanlab(place: Place, config: Values) -> Calls:
     )
 
 
-def tensorboard(place: Place, config: Values) -> Calls:
+def tensorboard(target: Destination, config: Values) -> Calls:
     """Write event files of TensorBoard."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writers: list[Any] = [SummaryWriter(place.folder)]
+    writers: list[Any] = [SummaryWriter(target.folder)]
     writers[-1].add_text("config", f"```yaml\n{to_yaml(config)}```", 0)
 
     def numbers(values: Values, step: int) -> None:
@@ -262,7 +245,7 @@ def tensorboard(place: Place, config: Values) -> Calls:
 
     def rewind(step: int) -> None:
         writers[-1].close()
-        writers.append(SummaryWriter(place.folder, purge_step=step + 1))
+        writers.append(SummaryWriter(target.folder, purge_step=step + 1))
 
     return Calls(
         numbers=numbers,
@@ -273,17 +256,17 @@ def tensorboard(place: Place, config: Values) -> Calls:
     )
 
 
-def trackio(place: Place, config: Values) -> Calls:
+def trackio(target: Destination, config: Values) -> Calls:
     """Start a run in trackio's local store, or where its variables say; TRACKIO_WEBHOOK_URL gets alerts."""
-    for key in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL") if place.offline else ():
+    for key in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL") if target.offline else ():
         os.environ.pop(key, None)
     import trackio
 
     run: Any = trackio.init(
-        place.project,
-        place.run_id or f"{place.name}-{uuid.uuid4().hex[:8]}",  # runs are found by names, which must differ
+        target.project,
+        target.run_id or f"{target.name}-{uuid.uuid4().hex[:8]}",  # runs are found by names, which must differ
         config=config,
-        resume="never" if place.run_id is None else "allow",
+        resume="never" if target.run_id is None else "allow",
         embed=False,
         auto_log_gpu=False,
         auto_log_cpu=False,
@@ -298,19 +281,19 @@ def trackio(place: Place, config: Values) -> Calls:
     )
 
 
-def wandb(place: Place, config: Values) -> Calls:
+def wandb(target: Destination, config: Values) -> Calls:
     """Start a run of Weights & Biases, or files to sync later. Who gets alerts is a setting of the user's account."""
     os.environ.setdefault("WANDB_INIT_TIMEOUT", "15")  # s; wandb's own 90 hold up a start whose server is dead
     import wandb
 
-    settings = wandb.Settings(x_update_finish_state=False) if place.beside else None
+    settings = wandb.Settings(x_update_finish_state=False) if target.beside else None
     run: Any = wandb.init(
-        project=place.project,
-        entity=place.entity,
-        dir=str(place.folder.parent),
-        mode="offline" if place.offline else "online",
-        name=place.name,
-        id=place.run_id,
+        project=target.project,
+        entity=target.entity,
+        dir=str(target.folder.parent),
+        mode="offline" if target.offline else "online",
+        name=target.name,
+        id=target.run_id,
         resume="allow",
         settings=settings,
     )
@@ -331,7 +314,7 @@ def wandb(place: Place, config: Values) -> Calls:
     )
 
 
-TRACKERS: dict[str, Callable[[Place, Values], Calls]] = {
+TRACKERS: dict[str, Callable[[Destination, Values], Calls]] = {
     start.__name__: start for start in (aim, clearml, comet, dvclive, mlflow, swanlab, tensorboard, trackio, wandb)
 }
 """By their names in `tracker=`, which are those of their extras and of their folders in a run's."""

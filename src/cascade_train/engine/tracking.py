@@ -10,6 +10,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,8 +20,8 @@ from typing import Any
 import torch.distributed as dist
 
 from cascade_train.distributed.consensus import from_rank_zero
-from cascade_train.engine.checkpoint.writing import Background, Piece
-from cascade_train.engine.trackers import TRACKERS, Calls, Place, nothing
+from cascade_train.engine.checkpoint.writing import Background
+from cascade_train.engine.trackers import TRACKERS, Calls, Destination
 from cascade_train.errors import ConfigError, install_hint
 from cascade_train.redaction import redact, redact_argument, redacted
 from cascade_train.signals import STOP_SIGNALS
@@ -28,18 +29,15 @@ from cascade_train.signals import STOP_SIGNALS
 log = logging.getLogger(__name__)
 
 MOST_WAITING, SECONDS = 1000, 60.0
-"""Calls that may wait for the tracker before the run waits too, and how long it does where none of them ends."""
+"""Pending calls above which the run waits for the tracker, and how long it waits for one of them to end."""
 
 
 class Tracker:
     """Shows numbers and images of one run by the calls of its tracker; without them it shows nothing.
 
-    A thread sends them, in their order, so that a slow tracker does not hold up the run. A failure never ends the run,
-    nor does a tracker that hangs: the first is logged, and nothing more is sent.
-
-    Attributes:
-        run_id: continues the same tracked run after a resume, equal on all ranks; None where there is none.
-        failed: nothing more is sent.
+    A thread makes the calls in order, so that a slow tracker does not hold up the run. A tracker that fails or hangs
+    never ends the run: the first failure is logged, and nothing more is sent. `run_id` continues the same tracked run
+    after a resume, and is equal on all ranks.
     """
 
     def __init__(self, run_id: str | None = None, calls: Calls | None = None) -> None:
@@ -47,7 +45,7 @@ class Tracker:
         self.failed = False
         self._calls = calls or Calls()
         self._sender = Background(name="tracker")
-        self._sent: deque[Piece] = deque()
+        self._sent: deque[Future[None]] = deque()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Show the numbers of one optimizer step; None is left out."""
@@ -78,11 +76,10 @@ class Tracker:
         if not self._sent:
             self._sender.end()
 
-    def _send(self, send: Callable[..., object], *args: Any) -> None:
-        if send is nothing or self.failed:
-            return
-        self._sent.append(self._sender.begin(partial(self._try, send, *args)))
-        self._wait(MOST_WAITING)
+    def _send(self, send: Callable[..., object] | None, *args: Any) -> None:
+        if send is not None and not self.failed:
+            self._sent.append(self._sender.begin(partial(self._try, send, *args)))
+            self._wait(MOST_WAITING)
 
     def _wait(self, most: int) -> None:
         """Wait until at most this many calls are pending; give up on a tracker that hangs."""
@@ -120,12 +117,12 @@ def build_tracker(
     config: Mapping[str, Any],
     beside: bool = False,
 ) -> Tracker:
-    """Start the tracker on rank 0, and a null one with the same `run_id` on the others. Collective.
+    """Start the tracker on rank 0, and one that shows nothing, with the same `run_id`, on the others. Collective.
 
     `name` is "none" or one of `TRACKERS`, `mode` "online" or "offline", and `config` is shown with the run, secrets
-    hidden; the others are explained by `Place`. A ConfigError, on all ranks, where it cannot start.
+    hidden; for the others see `Destination`. A ConfigError, on all ranks, where it cannot start.
     """
-    place = Place(
+    target = Destination(
         project=project,
         entity=entity,
         offline=mode == "offline",
@@ -137,28 +134,28 @@ def build_tracker(
     started: list[Calls] = []
 
     def start() -> str | None:
-        started.append(Calls(run_id=run_id) if name == "none" else _started(name, place, redacted(config)))
+        started.append(Calls(run_id=run_id) if name == "none" else _start(name, target, redacted(config)))
         return started[0].run_id
 
     shared_id = from_rank_zero(start)
     return Tracker(shared_id, started[0] if dist.get_rank() == 0 else None)
 
 
-def _started(name: str, place: Place, config: dict[str, Any]) -> Calls:
+def _start(name: str, target: Destination, config: dict[str, Any]) -> Calls:
     if name not in TRACKERS:
         raise ConfigError(f"tracker.name={name} is not one of none, {', '.join(TRACKERS)}")
     try:
-        with _process_left_alone():
-            return TRACKERS[name](place, config)
+        with _restore_process():
+            return TRACKERS[name](target, config)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"tracker.name={name}: {error.name} is not installed. {install_hint(name)}, or choose tracker=none."
         ) from error
     except Exception as error:  # trackers raise many kinds; all mean that the run cannot be tracked
-        if place.run_id is not None:  # of another tracker or place, or removed there
+        if target.run_id is not None:  # of another tracker or place, or removed there
             message = "tracker.name=%s could not continue its run %s (%s) and begins another."
-            log.warning(message, name, place.run_id, redact(str(error)))
-            return _started(name, replace(place, run_id=None), config)
+            log.warning(message, name, target.run_id, redact(str(error)))
+            return _start(name, replace(target, run_id=None), config)
         reason = redact(str(error) or type(error).__name__)
         raise ConfigError(
             f"tracker.name={name} could not start: {reason}. Remedy: log in to it, or "
@@ -167,8 +164,8 @@ def _started(name: str, place: Place, config: dict[str, Any]) -> Calls:
 
 
 @contextmanager
-def _process_left_alone() -> Iterator[None]:
-    """Hide the secrets of the command line, and take back the handlers that a library sets."""
+def _restore_process() -> Iterator[None]:
+    """Hide the secrets of the command line for the block, and restore the handlers that a library replaced."""
     arguments, hook = sys.argv, sys.excepthook
     handlers = {each: signal.getsignal(each) for each in STOP_SIGNALS}
     sys.argv = [redact_argument(argument) for argument in arguments]

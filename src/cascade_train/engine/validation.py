@@ -57,8 +57,8 @@ class SetDistance:
 class HeldOut:
     """Held-out batches, the same each time: `steps` global batches; `open` starts them over.
 
-    `parts` are the names of the sources that the data joins, `part_of` maps the index of a sample to the place of its
-    own; none = one source alone.
+    `parts` are the names of the sources that the data joins, none = one source alone; `part_of` maps the index of a
+    sample to the number of its source.
     """
 
     open: Callable[[], Iterable[list[Batch]]]
@@ -78,11 +78,8 @@ class HeldOut:
 class Reconstructions:
     """Reconstructions of held-out images, each from noise of its own.
 
-    Attributes:
-        held_out: the images.
-        painter: maps height and width in pixels to a painter of that size.
-        compare: maps reconstructions and originals, (B, 3, H, W) fp32 in [0, 1], to measures, (B,) fp32 each.
-        rfid: the distance between all reconstructions and all originals; None = not measured.
+    `painter` maps height and width in pixels to a painter of that size; `compare` maps reconstructions and originals,
+    (B, 3, H, W) fp32 in [0, 1], to measures, (B,) fp32 each; `rfid` is measured between all of them, None = not at all.
     """
 
     held_out: HeldOut
@@ -97,11 +94,11 @@ class Reconstructions:
         image_BCHW = batch.image_BCHW.to(device).float() / 255
         painted_BCHW = self.painter(image_BCHW.shape[-2:]).paint(batch.captions, image_BCHW, batch.generators)
         if self.rfid is not None:
-            self.rfid.add(painted_BCHW, image_BCHW, counted(batch, device))
+            self.rfid.add(painted_BCHW, image_BCHW, counted_samples(batch, device))
         return self.compare(painted_BCHW, image_BCHW)
 
 
-def counted(batch: Batch, device: torch.device) -> Tensor:
+def counted_samples(batch: Batch, device: torch.device) -> Tensor:
     """Return which samples count, (B,) fp32 of 0 and 1: those of weight 0 only fill a batch."""
     weight_B = torch.ones(len(batch)) if batch.weight_B is None else batch.weight_B
     return (weight_B > 0).to(device, torch.float32)
@@ -109,12 +106,9 @@ def counted(batch: Batch, device: torch.device) -> Tensor:
 
 @dataclass(kw_only=True)
 class Validation:
-    """Measures a task on the same held-out batches each time.
+    """Measures a task on the same held-out batches each time, with the weights of its phases and with their averages.
 
-    Attributes:
-        task: measured through `Task.measures`.
-        phases: whose roots go into eval mode, and whose averages are measured too.
-        logsnr: noise levels, natural logarithm of the signal-to-noise ratio, for tasks that denoise.
+    `logsnr` are noise levels, natural logarithm of the signal-to-noise ratio, for tasks that denoise.
     """
 
     task: Task
@@ -148,7 +142,7 @@ class Validation:
         sums: dict[tuple[str, str], Tensor] = {}
         for _, micro_batches in zip(range(held_out.steps), held_out.open(), strict=False):
             for batch in micro_batches:
-                counted_B = counted(batch, self.device)
+                counted_B = counted_samples(batch, self.device)
                 measures = {**measure_of(batch), "": torch.ones_like(counted_B)}
                 for part, mask_B in {"": counted_B, **held_out.masks(batch, self.device)}.items():
                     for measure in [each for each in measures if not part or each in (LOSS, "")]:

@@ -1,4 +1,4 @@
-"""The atomic write: a file is written beside its final name, synced to the disk, renamed.
+"""The atomic write: a file is written beside its final name, synced to the disk, renamed; and plain values as YAML.
 
 What the files mean is not known here.
 """
@@ -11,11 +11,16 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from cascade_train.files.untrusted import LINES_BYTES, read_regular
 
 _PARTIAL, _DAY = ".partial", 24 * 3600.0
+_DUMPER: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 """Errors of file systems that cannot sync a directory; they keep names in order by other means."""
 
@@ -39,9 +44,6 @@ def replacing(path: Path, *, racing: bool = False, durable: bool = True) -> Iter
     A crash leaves the old file or the new one. If the block fails, the old file stays and the new one is removed.
     `racing`: several processes may write the file at once; each then has a hidden path of its own. `durable=False`, for
     what is checked before it is used or can be made again: nothing is synced.
-
-    Raises:
-        OSError: the disk is full or failed, or the directory is not writable.
     """
     name = f"-{uuid.uuid4().hex[:8]}{path.suffix}" if racing else f".{path.name}"
     beside = path.with_name(f"{_PARTIAL}{name}")
@@ -71,11 +73,7 @@ def write_durably(path: Path, text: str, *, racing: bool = False) -> None:
 
 
 def append_durably(path: Path, text: str) -> None:
-    """Append `text` (UTF-8) to the file at `path`, created if missing, and sync it to the disk.
-
-    Raises:
-        OSError: the disk is full or failed, or the file is not writable.
-    """
+    """Append `text` (UTF-8) to the file at `path`, created if missing, and sync it to the disk."""
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
     sync(path)
@@ -90,3 +88,13 @@ def read_whole_lines(path: Path, *, errors: str = "replace") -> list[str]:
     if whole != text:
         write_durably(path, whole)
     return whole.splitlines()
+
+
+def to_yaml(value: Any, *, allow_unicode: bool = False) -> str:
+    """Return a YAML text of nested dicts, lists and plain values, keys in their order."""
+    write = partial(yaml.dump, value, sort_keys=False, allow_unicode=allow_unicode)
+    try:
+        text: str = write(Dumper=_DUMPER)
+    except UnicodeEncodeError:  # half a character of UTF-16, which libyaml does not escape
+        text = write(Dumper=yaml.SafeDumper)
+    return text

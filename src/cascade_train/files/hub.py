@@ -1,4 +1,4 @@
-"""Files of the hub: what names them, where they lie in its cache, and how they get there, checked, by its own client.
+"""Downloads that are checked: of the hub, by its own client into its cache, and of other addresses of the web.
 
 What a model needs of them is not known here.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
+import os
 import re
 import shutil
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,13 +25,16 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from huggingface_hub.utils import _http, tqdm
 
 from cascade_train.errors import ConfigError
+from cascade_train.files.durable import replacing
 from cascade_train.redaction import LONGEST_NAME, shortened
 
 _SOURCE = re.compile(r"(?!.*\.\.)(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<inside>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r'(W/)?"?([0-9a-f]{40}|[0-9a-f]{64})"?')
-_SECONDS = 5.0
-"""How long a hub may take to answer at all, before the first download."""
+_SECONDS, _SILENT_SECONDS = 5.0, 60.0
+"""How long a hub may take to answer at all, before the first download, and another address to send anything."""
+
+_BLOCK = 2**20
 
 _LOG_IN = "log in (hf auth login, or HF_TOKEN in the environment)"
 _REMEDIES = {
@@ -76,9 +81,7 @@ class HubSource:
     def look(self, name: str, *, cached_only: bool = False, cache_dir: str | None = None) -> DryRunFileInfo | None:
         """Return size and place of a file without fetching it; None = the repository has none of that name.
 
-        Raises:
-            LocalEntryNotFoundError: it is not in the cache, and the hub cannot be asked.
-            Exception: another error of the client.
+        A LocalEntryNotFoundError where it is not in the cache and the hub cannot be asked, or another of the client.
         """
         _prepare_client()
         cached = huggingface_hub.try_to_load_from_cache(self.repo, name, revision=self.asked, cache_dir=cache_dir)
@@ -98,11 +101,8 @@ class HubSource:
     def fetch(self, name: str, *, verify: bool = False) -> Path:
         """Return the path of a file in the cache, downloaded and checked against its hash if it is not there.
 
-        `verify`: what is there is checked too, and replaced by a new download where it is damaged.
-
-        Raises:
-            ConfigError: the hub sent other or more content than it announced; it is not kept.
-            Exception: an error of the client.
+        `verify`: a file that is there is checked too, and replaced by a new download where it is damaged. A ConfigError
+        where the hub sent other or more content than it announced, which is not kept; else an error of the client.
         """
         there = (self.folder() or self._cache()) / name
         is_here = there.is_file()
@@ -112,8 +112,10 @@ class HubSource:
         if is_here and path == there and not verify:
             return path
         if (fault := find_fault(path)) and is_new:
-            _remove(path)
-            raise self._mismatch(name, fault)
+            content = path.parent / path.readlink() if path.is_symlink() else path
+            for each in (path, content):
+                each.unlink(missing_ok=True)
+            raise _mismatch(f"{self.repo}:{name}", fault)
         if fault:
             self._replace(path, name)
         return path
@@ -133,17 +135,57 @@ class HubSource:
             _, path = self._download(name, beside)
             fault = find_fault(path)
             if fault or announced_hash(path) != announced_hash(damaged):
-                raise self._mismatch(name, fault or "another file than the damaged one in the cache")
+                fault = fault or "another file than the damaged one in the cache"
+                raise _mismatch(f"{self.repo}:{name}", fault)
             (path.parent / path.readlink()).replace(damaged.parent / damaged.readlink())
-
-    def _mismatch(self, name: str, fault: str) -> ConfigError:
-        return ConfigError(
-            f"{self.repo}:{name}: checksum mismatch of the download ({fault}), which was removed; download it again, "
-            "and if that does not help, look for a proxy or mirror (HF_ENDPOINT) that changes files"
-        )
 
     def _cache(self) -> Path:
         return Path(constants.HF_HUB_CACHE).expanduser() / f"models--{self.repo.replace('/', '--')}"
+
+
+@dataclass(frozen=True)
+class WebFile:
+    """A file of the web by its address and the SHA-256 of its content, 64 hex digits, kept where torch.hub keeps it."""
+
+    url: str
+    sha256: str
+
+    @property
+    def path(self) -> Path:
+        """Where it lies, or would: torch.hub's folder, which TORCH_HOME or XDG_CACHE_HOME moves."""
+        caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+        home = Path(os.environ.get("TORCH_HOME", f"{caches}/torch")).expanduser()
+        return home.absolute() / "hub" / "checkpoints" / self.url.rpartition("/")[2]
+
+    def size(self) -> int:
+        """Return its bytes, of what is here, else as its address announces, 0 = it does not; an OSError if it fails."""
+        if self.path.is_file():
+            return self.path.stat().st_size
+        with urllib.request.urlopen(self.url, timeout=_SILENT_SECONDS) as answer:
+            return int(answer.headers.get("Content-Length") or 0)
+
+    def fetch(self) -> Path:
+        """Return its path, checked against its hash; downloaded if it is not there, or damaged.
+
+        A ConfigError where the content is another one, which is not kept; an OSError where it cannot be had.
+        """
+        if self.path.is_file() and find_fault(self.path, self.sha256) is None:
+            return self.path
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self.path) as beside:
+            with urllib.request.urlopen(self.url, timeout=_SILENT_SECONDS) as answer, beside.open("wb") as file:
+                for left in range(int(answer.headers.get("Content-Length") or 0), 0, -_BLOCK):
+                    file.write(answer.read(min(_BLOCK, left)))
+            if fault := find_fault(beside, self.sha256):
+                raise _mismatch(self.url, fault)
+        return self.path
+
+
+def _mismatch(where: str, fault: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: checksum mismatch of the download ({fault}), which was removed; download it again, and if that does "
+        "not help, look for a proxy or mirror (HF_ENDPOINT) that changes files"
+    )
 
 
 def parse_source(source: str) -> HubSource | None:
@@ -163,9 +205,9 @@ def announced_hash(path: Path) -> str | None:
     return name if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name) else None
 
 
-def find_fault(path: Path) -> str | None:
-    """Return in what a file of the cache differs from the hash that the hub gave it; None = in nothing."""
-    expected = announced_hash(path)
+def find_fault(path: Path, expected: str | None = None) -> str | None:
+    """Return in what a file differs from a hash, else from that of the hub for a file of its cache; None = nothing."""
+    expected = expected or announced_hash(path)
     if expected is None:
         return None
     digest = hashlib.sha256() if len(expected) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
@@ -238,16 +280,9 @@ def _bounded_bar(where: str, size: int | None) -> type[Any]:
     return Bar
 
 
-def _remove(path: Path) -> None:
-    """Remove a file of the cache, and the content that it is a link to."""
-    content = path.parent / path.readlink() if path.is_symlink() else path
-    for each in (path, content):
-        each.unlink(missing_ok=True)
-
-
-def free_bytes() -> tuple[Path, int]:
-    """Return the folder of the cache, and how much room its disk has."""
-    folder = Path(constants.HF_HUB_CACHE).expanduser().absolute()
+def free_bytes(folder: Path | None = None) -> tuple[Path, int]:
+    """Return a folder, that of the hub's cache where none is given, and how much room its disk has."""
+    folder = (folder or Path(constants.HF_HUB_CACHE).expanduser()).absolute()
     return folder, shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
 
 
@@ -274,11 +309,7 @@ def unavailable(origin: str, error: Exception) -> ConfigError:
 
 
 def push_folder(folder: Path, repo: str, *, private: bool, names: Sequence[str]) -> str:
-    """Upload what matches `names` in a folder to a repository, made if it is not there, and return its address.
-
-    Raises:
-        ConfigError: the hub refuses, or cannot be reached.
-    """
+    """Upload the files of a folder that match `names` to a repository, made if needed, and return its address."""
     try:
         api = huggingface_hub.HfApi()
         url = api.create_repo(repo, private=private, exist_ok=True)

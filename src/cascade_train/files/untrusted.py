@@ -1,6 +1,7 @@
 """The door for files that this process did not write: regular ones alone, of bounded size, depth and lines.
 
-A few bytes may stand for more than the memory holds. A file's fault is a ConfigError, a text's alone a ValueError.
+A few bytes may expand to more than the memory holds. A file's fault is a ConfigError, a text's alone a ValueError.
+The parsers of weights and data, and what a file means, must not live here.
 """
 
 from __future__ import annotations
@@ -9,17 +10,18 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from types import UnionType
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, RunError
+from cascade_train.redaction import LONGEST_NAME, printable, shortened
 
 WHOLE_BYTES = 32 * 2**20
 """Of a file that is read whole: ten times the manifest of a checkpoint of 10,000 ranks."""
@@ -27,11 +29,15 @@ WHOLE_BYTES = 32 * 2**20
 LINES_BYTES, LINE_BYTES = 8 * 2**30, 4 * 2**20
 """Of a file that is read line by line, and of a line: ten times the metrics of a million steps, and a batch's names."""
 
+MAX_BYTES = 16 * 2**20
+"""Of a JSON file or a line of data: ten times the longest that programs write, and below 1 GB as values."""
+
 PICTURE_BYTES = 2**30
 
-Kind = type | UnionType
+ValueType = type | UnionType
 
-REMEDY = "Give another file, or put back a whole copy of it."
+COPY = "copy or download it again"
+WHOLE_COPY = "give another file, or put back a whole copy of it."
 
 MAX_DEPTH = 50
 """Levels of nested lists and mappings, so that recursion over values is safe."""
@@ -39,29 +45,8 @@ MAX_DEPTH = 50
 MAX_DIGITS = 1000
 """Of an integer in YAML; for JSON Python has a limit of its own."""
 
-INTEGER = "tag:yaml.org,2002:int"
-
-FAST_LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-"""For a text in which there is nothing to refuse: the same values, many times as fast."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Plain values without aliases, which can multiply a text."""
-
-    _depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose one value with its children."""
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent):
-            raise ValueError(f"it has an alias, *{event.anchor[:20]}; write out what it stands for")
-        self._depth += 1
-        _refuse_deeper(self._depth)
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if isinstance(node, yaml.ScalarNode) and node.tag == INTEGER and len(node.value) > MAX_DIGITS:
-            raise ValueError(f"it holds a number of {len(node.value)} digits")
-        return node
+YAML_LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+_INTEGER = "tag:yaml.org,2002:int"
 
 
 def open_regular(path: Path, *, limit: int = sys.maxsize, within: Path | None = None) -> BufferedReader:
@@ -71,18 +56,6 @@ def open_regular(path: Path, *, limit: int = sys.maxsize, within: Path | None = 
         OSError: it is not there, or the system refuses it, such as a link below `within`.
         ValueError: it is a pipe, a device or a folder, lies elsewhere, or is larger.
     """
-    file = _opened(path, within)
-    if os.fstat(file.fileno()).st_size > limit:
-        file.close()
-        raise ValueError(f"it has more than {limit} bytes")
-    return file
-
-
-def _unreadable(path: Path, error: Exception) -> str:
-    return f"{path} is no regular file that can be read here ({getattr(error, 'strerror', None) or error}). {REMEDY}"
-
-
-def _opened(path: Path, within: Path | None) -> BufferedReader:
     folder = Path() if within is None else Path(os.path.normpath(within))
     parts = [str(path)] if within is None else Path(os.path.normpath(path)).relative_to(folder).parts
     follow = 0 if within is None else os.O_NOFOLLOW
@@ -91,39 +64,63 @@ def _opened(path: Path, within: Path | None) -> BufferedReader:
         for part in parts:
             handle, outer = os.open(part, os.O_RDONLY | os.O_NONBLOCK | follow, dir_fd=handle), handle
             os.close(outer)
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("a pipe, a device or a folder")
+        if status.st_size > limit:
+            raise ValueError(f"it has more than {limit} bytes")
         return os.fdopen(os.dup(handle), "rb")
     finally:
         os.close(handle)
 
 
-def read_regular(path: Path, *, limit: int = WHOLE_BYTES, within: Path | None = None) -> bytes:
-    """Return what a file holds, opened as by `open_regular`; every fault is a ConfigError."""
+@contextmanager
+def parsing(
+    origin: str, fault: str = "cannot be read", remedy: str = COPY, *, passing: type[Exception] = RunError
+) -> Iterator[None]:
+    """Run a parser of a file within: damage, which raises errors of many kinds, is a ConfigError.
+
+    Its text is `origin`, the file, with `fault`, the parser's message, and `remedy`. Errors of ours and `passing` pass.
+    """
     try:
-        with open_regular(path, limit=limit, within=within) as file:
-            return file.read(os.fstat(file.fileno()).st_size)
-    except (OSError, ValueError) as error:
-        raise ConfigError(_unreadable(path, error)) from error
+        yield
+    except (ConfigError, RunError, passing):
+        raise
+    except Exception as error:
+        text = str(getattr(error, "strerror", None) or error)
+        reason = text if " " in text else f"{type(error).__name__} {text}".strip()
+        raise ConfigError(f"{origin} {fault} ({printable(shortened(reason, LONGEST_NAME))}); {remedy}") from error
 
 
-def load_mapping(path: Path, **kinds: Kind) -> dict[str, Any]:
+def _opening(path: Path) -> Any:
+    return parsing(str(path), "is no regular file that can be read here", WHOLE_COPY)
+
+
+def read_regular(path: Path, *, limit: int = WHOLE_BYTES, within: Path | None = None) -> bytes:
+    """Return the content of a file, opened as by `open_regular`; every fault is a ConfigError."""
+    with _opening(path), open_regular(path, limit=limit, within=within) as file:
+        return file.read(os.fstat(file.fileno()).st_size)
+
+
+def load_mapping(path: Path, origin: str = "", limit: int = WHOLE_BYTES, /, **kinds: ValueType) -> dict[str, Any]:
     """Return the mapping in a JSON file, or by its ending a YAML file, which has values of some kinds.
 
-    Raises:
-        ConfigError: it cannot be read, or holds something else.
+    A ConfigError where it cannot be read, or holds something else; `origin` names the file.
     """
-    content = read_regular(path)
-    try:
-        value = (read_yaml if path.suffix == ".yaml" else read_json)(content)
-    except ValueError as error:
-        raise ConfigError(f"{path} is damaged: {error}. {REMEDY}") from error
-    if not isinstance(value, dict) or kinds.keys() - _of_kinds(value, kinds):
-        raise ConfigError(f"{path} is damaged: it is no mapping{' with ' * bool(kinds)}{', '.join(kinds)}. {REMEDY}")
-    return value
+    content = read_regular(path, limit=limit)
+    with parsing(origin or str(path), "is damaged", WHOLE_COPY):
+        value: dict[str, Any] = (read_yaml if path.suffix == ".yaml" else read_json)(content)
+        if not isinstance(value, dict) or kinds.keys() - _of_kinds(value, kinds):
+            raise ValueError(f"it is no mapping{' with ' * bool(kinds)}{', '.join(kinds)}")
+        return value
 
 
-def read_mapping(path: Path, **kinds: Kind) -> dict[str, Any]:
+def stored_mapping(path: Path, *, key: str | None = None) -> dict[str, Any]:
+    """Return the mapping in a file, empty where it is not there; a ConfigError, of `key`, where it is damaged."""
+    return load_mapping(path, f"{key}={path}" if key else "", MAX_BYTES) if path.is_file() else {}
+
+
+def read_mapping(path: Path, **kinds: ValueType) -> dict[str, Any]:
     """Return the mapping in a file, without values of other types than `kinds`; empty where it cannot be read."""
     try:
         return _of_kinds(load_mapping(path), kinds)
@@ -132,24 +129,22 @@ def read_mapping(path: Path, **kinds: Kind) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, none where it is not there, never all at once; too long ones in pieces.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Yield the lines of a file, none where it is not there, too long ones in pieces; a ConfigError for its faults."""
     if os.path.lexists(path):
-        try:
-            with open_regular(path, limit=LINES_BYTES) as file:
-                yield from iter(partial(file.readline, LINE_BYTES), b"")
-        except (OSError, ValueError) as error:
-            raise ConfigError(_unreadable(path, error)) from error
+        with _opening(path), open_regular(path, limit=LINES_BYTES) as file:
+            yield from iter(partial(file.readline, LINE_BYTES), b"")
 
 
-def read_rows(path: Path, **kinds: Kind) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file with one in each line, without values of other types than `kinds`.
+def bounded_lines(file: BinaryIO, origin: str) -> Iterator[bytes]:
+    """Yield the lines of an open file; a ConfigError of `origin` where one is longer than `MAX_BYTES`."""
+    while line := file.readline(MAX_BYTES + 1):
+        if len(line) > MAX_BYTES:
+            raise ConfigError(f"{origin} has a line of more than {MAX_BYTES} bytes; {COPY}")
+        yield line
 
-    What cannot be read is left out.
-    """
+
+def read_rows(path: Path, **kinds: ValueType) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of the lines that can be read, without values of other types than `kinds`."""
     with suppress(ConfigError):
         for line in read_lines(path):
             with suppress(ValueError):
@@ -158,66 +153,64 @@ def read_rows(path: Path, **kinds: Kind) -> Iterator[dict[str, Any]]:
                     yield _of_kinds(row, kinds)
 
 
-def _of_kinds(row: dict[str, Any], kinds: Mapping[str, Kind]) -> dict[str, Any]:
-    """Return a mapping without values of other types than `kinds`."""
+def _of_kinds(row: dict[str, Any], kinds: dict[str, ValueType]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if isinstance(value, kinds.get(key, object))}
 
 
 def read_json(text: str | bytes) -> Any:
-    """Parse a JSON text.
-
-    Raises:
-        ValueError: it is no JSON, is nested too deeply, or does not fit into memory.
-    """
+    """Parse a JSON text; a ValueError where it is none, is nested too deeply, or does not fit into memory."""
     try:
         value = json.loads(text)
     except (RecursionError, MemoryError) as error:
         raise ValueError(f"it cannot be read ({type(error).__name__})") from error
-    _check_depth(value)
+    level, depth = [value], 0
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        _refuse_deeper(depth)
+        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
     return value
 
 
 def read_yaml(text: str | bytes) -> Any:
-    """Parse a YAML text.
-
-    Raises:
-        ValueError: it is no YAML, has aliases or too long a number, is nested too deeply, or does not fit into memory.
-    """
-    if _is_harmless(text):
-        with suppress(ValueError):  # said below, in words of PyYAML's own
-            return _parsed(text, "get_single_data", FAST_LOADER)
-    return _parsed(text, "get_single_data")
+    """Parse a YAML text; a ValueError as of `read_json`, and where it has aliases or too long a number."""
+    return _parsed(text, lambda kind: kind(text).get_single_data())
 
 
 def check_yaml(text: str | bytes) -> None:
     """Check the structure of a YAML text for another reader; raise ValueError as `read_yaml` does."""
-    if not _is_harmless(text):
-        _parsed(text, "get_single_node")
+    _parsed(text, lambda kind: None)
 
 
-def _is_harmless(text: str | bytes) -> bool:
-    """Return whether libyaml, which is many times as fast, finds nothing in a text that `_Loader` might refuse."""
-    depth = documents = 0
+def _parsed(text: str | bytes, finish: Callable[[Any], Any]) -> Any:
+    with suppress(ValueError), _yaml_faults():  # libyaml is many times as fast, but refuses halves of characters
+        _check_events(text, YAML_LOADER)
+        return finish(YAML_LOADER)
+    with _yaml_faults():
+        _check_events(text, yaml.SafeLoader)
+        return finish(yaml.SafeLoader)
+
+
+def _check_events(text: str | bytes, kind: Any) -> None:
+    resolver, depth, documents = yaml.resolver.Resolver(), 0, 0
+    for event in yaml.parse(text, kind):
+        documents += isinstance(event, yaml.DocumentStartEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        _refuse_deeper(depth)
+        if documents > 1:
+            raise ValueError("it holds another document")
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"it has an alias, *{event.anchor[:20]}; write out what it stands for")
+        if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_DIGITS:
+            tag = event.tag or resolver.resolve(yaml.ScalarNode, event.value, event.implicit)
+            if tag == _INTEGER:
+                raise ValueError(f"it holds a number of {len(event.value)} digits")
+
+
+@contextmanager
+def _yaml_faults() -> Iterator[None]:
+    """Raise ValueError for the errors of PyYAML, which are of many kinds, such as for dates."""
     try:
-        for event in yaml.parse(text, FAST_LOADER):
-            documents += isinstance(event, yaml.DocumentStartEvent)
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            is_long = isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_DIGITS
-            if is_long or documents > 1 or depth >= MAX_DEPTH or isinstance(event, yaml.AliasEvent):
-                return False
-    except (yaml.YAMLError, ValueError, MemoryError):
-        return False
-    return True
-
-
-def _parsed(text: str | bytes, what: str, kind: Any = _Loader) -> Any:
-    """Return the result of a method of PyYAML, which raises errors of many kinds, such as for dates."""
-    try:
-        loader = kind(text)
-        try:
-            return getattr(loader, what)()
-        finally:
-            loader.dispose()
+        yield
     except ValueError:
         raise
     except yaml.MarkedYAMLError as error:
@@ -227,20 +220,16 @@ def _parsed(text: str | bytes, what: str, kind: Any = _Loader) -> Any:
         raise ValueError(f"it cannot be read ({type(error).__name__})") from error
 
 
-def _check_depth(value: Any) -> None:
-    level, depth = _children([value]), 1
-    while level:
-        _refuse_deeper(depth)
-        level = [child for each in level for child in _children(each)]
-        depth += 1
-
-
 def _refuse_deeper(depth: int) -> None:
     if depth > MAX_DEPTH:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
-def _children(value: dict[str, Any] | list[Any]) -> list[Any]:
-    """Return the mappings and lists within one."""
-    children = value.values() if isinstance(value, dict) else value
-    return [child for child in children if isinstance(child, dict | list)]
+def check_floating(name: str, tensor: Any, origin: str) -> None:
+    """Refuse weights, not indices or counts, that are stored as integers or booleans."""
+    if tensor.ndim and not tensor.is_floating_point() and not name.endswith(("position_ids", ".indices")):
+        raise ConfigError(
+            f"{origin}: {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, and weights are floating-point "
+            "numbers; take the file in fp16, bf16 or fp32 that this one was made from: of quantized weights the scales "
+            "are not read here"
+        )

@@ -26,6 +26,9 @@ from cascade_train.options import check_least
 CONTROL = "control"
 """Name of a finished map among a batch's tensors, as a cache holds it; workers' arrays are named `control_…`."""
 
+DISC = 0.3
+"""Largest squared distance from the middle of a disc's square of side 1; corners, at 0.5, lie outside."""
+
 Encode = Callable[[Tensor], Tensor]
 """The stage's own frozen encoder: images (B, 3, H, W) float in [0, 1] to latents (B, C, h, w) fp32."""
 
@@ -67,7 +70,7 @@ class ControlFilter(abc.ABC):
 
     def preview(self, control_BCHW: Tensor, image_BCHW: Tensor | None = None) -> Tensor:
         """Return a picture (B, 3, h, w) in [0, 1] of maps (B, C, h, w), and of their pictures (B, 3, H, W) if known."""
-        return coloured(control_BCHW)
+        return to_colours(control_BCHW)
 
     def node(self) -> dict[str, Any]:
         """Return the filter as a configuration node, `_target_` and arguments, for the metadata of weights."""
@@ -77,6 +80,8 @@ class ControlFilter(abc.ABC):
 
 class ImageFilter(ControlFilter):
     """A filter that needs no device: `apply` makes the map of one picture, in the data workers."""
+
+    at_picture_size: bool = False  # whether maps are resized to the size of the pictures
 
     @abc.abstractmethod
     def apply(self, image: np.ndarray, generator: torch.Generator) -> np.ndarray:
@@ -90,8 +95,8 @@ class ImageFilter(ControlFilter):
         return self._make
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
-        """Return the map as it arrives, in fp32."""
-        return arrived
+        """Return the map as `apply` made it, or at the size of the pictures, in fp32."""
+        return map_at_picture_size if self.at_picture_size else float_map
 
     def _make(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
         made = np.asarray(self.apply(image, generator))
@@ -126,15 +131,15 @@ def make_nothing(image: np.ndarray, generator: torch.Generator) -> Mapping[str, 
 
 
 @torch.no_grad()
-def arrived(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
+def float_map(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
     """Return the workers' `control_map`, (B, C, h, w) fp32; of uint8, 255 becomes 1."""
     map_BCHW = made["control_map"]
     return map_BCHW / 255 if map_BCHW.dtype == torch.uint8 else map_BCHW.float()
 
 
-def restored(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
+def map_at_picture_size(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
     """Return the workers' `control_map` at the size of the pictures, (B, C, H, W) fp32."""
-    return resized(arrived(image_BCHW, made), image_BCHW.shape[-2:])
+    return resize_map(float_map(image_BCHW, made), image_BCHW.shape[-2:])
 
 
 def transform_images(
@@ -146,7 +151,7 @@ def transform_images(
     return {name: torch.from_numpy(np.stack([each[name] for each in made])) for name in made[0]}
 
 
-def resized(map_BCHW: Tensor, size: Sequence[int]) -> Tensor:
+def resize_map(map_BCHW: Tensor, size: Sequence[int]) -> Tensor:
     """Resize maps (B, C, h, w) to `size` (height, width), bilinear, without antialiasing."""
     if map_BCHW.shape[-2:] == torch.Size(size):
         return map_BCHW
@@ -164,6 +169,14 @@ def check_threshold(pair: Sequence[float]) -> None:
         raise ConfigError(f"task.filter.threshold={pair} must be two numbers with 0 <= low <= high <= 1, as [0.1, 0.4]")
 
 
+def check_kernels(key: str, kernels: Sequence[int]) -> None:
+    """Raise ValueError where there is no width, or one is neither 0 nor odd from 3 on."""
+    if not kernels or any(kernel != 0 and (kernel < 3 or kernel % 2 == 0) for kernel in kernels):
+        raise ValueError(
+            f"{key}={kernels}: each sample draws one of these widths, give odd numbers of pixels from 3 on, or 0"
+        )
+
+
 def pick(options: Sequence[int], generator: torch.Generator) -> int:
     """Draw one of the options, each as likely as the others."""
     return options[int(torch.randint(len(options), (1,), generator=generator))]
@@ -174,7 +187,7 @@ def between(low: float, high: float, generator: torch.Generator) -> float:
     return low + (high - low) * float(torch.rand(1, generator=generator))
 
 
-def coloured(control_BCHW: Tensor) -> Tensor:
+def to_colours(control_BCHW: Tensor) -> Tensor:
     """Return colours (B, 3, h, w) in [0, 1] of maps of any number of channels.
 
     One channel becomes grey, the first three of three or four red, green and blue; of more, each channel gets a hue of
@@ -190,3 +203,22 @@ def coloured(control_BCHW: Tensor) -> Tensor:
     shown_BCHW = torch.einsum("dc,bchw->bdhw", wheel, control_BCHW.float())
     low, high = shown_BCHW.amin(dim=(1, 2, 3), keepdim=True), shown_BCHW.amax(dim=(1, 2, 3), keepdim=True)
     return (shown_BCHW - low) / (high - low).clamp(min=1e-6)
+
+
+def disc(diameter: int) -> np.ndarray:
+    """Return a disc (diameter, diameter) uint8, 1 inside (Stable Cascade, modules/controlnet.py)."""
+    square = np.linspace(-0.5, 0.5, diameter, dtype=np.float32) ** 2
+    return (square[None, :] + square[:, None] < DISC).astype(np.uint8)
+
+
+def dilate(map_B1HW: Tensor, diameter: int) -> Tensor:
+    """Return the largest value within a disc of each place of maps (B, 1, H, W); a diameter of 0 leaves them."""
+    if diameter == 0:
+        return map_B1HW
+    reach, rows = diameter // 2, []
+    height = map_B1HW.shape[-2]
+    padded = F.pad(map_B1HW, (0, 0, reach, reach), value=-torch.inf)
+    for place, width in enumerate(disc(diameter).sum(axis=1).tolist()):
+        row = padded[..., place : place + height, :]
+        rows.append(F.max_pool2d(row, (1, width), stride=1, padding=(0, width // 2)))
+    return torch.stack(rows).amax(dim=0)

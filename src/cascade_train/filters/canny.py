@@ -8,18 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cascade_train.filters.base import ControlMap, Encode, ImageFilter, check_copy, resized, restored
+from cascade_train.filters.base import ImageFilter, check_copy, resize_map
 from cascade_train.filters.parts.requirements import opencv, require
 
 
 @dataclass(kw_only=True, eq=False)
 class CannyFilter(ImageFilter):
-    """One channel, 1 on edges: found in a small copy, and brought back to the picture's size. Needs OpenCV.
+    """One channel, 1 on edges, between 0 and 1 where they were resized from a small copy. Needs OpenCV.
 
     Stable Cascade, modules/controlnet.py, `CannyFilter`. The small copy is square whatever the picture's sides are.
     """
 
     channels = 1
+    at_picture_size = True
 
     resize: int | None
     low: float
@@ -39,10 +40,6 @@ class CannyFilter(ImageFilter):
         """Return the edges (1, h, w) uint8, 0 or 255, of a picture (3, H, W) float in [0, 255]."""
         cv2 = opencv()
         if self.resize is not None:
-            image_CHW = resized(image_CHW[None], (self.resize, self.resize))[0]
+            image_CHW = resize_map(image_CHW[None], (self.resize, self.resize))[0]
         pixels = np.ascontiguousarray(image_CHW.byte().numpy().transpose(1, 2, 0))
         return cv2.Canny(pixels, self.low, self.high)[None]
-
-    def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
-        """Return the edges at the size of the pictures, (B, 1, H, W); between 0 and 1 where they were resized."""
-        return restored

@@ -1,71 +1,155 @@
-"""The contract of a stage: its network, its frozen encoders, its latents, and how to decode them.
+"""The contracts of a stage and of a control network beside it.
 
 A stage knows nothing about what trains (tasks/) or when (engine/). Another model family is one more subclass and YAML.
 
-Shape legend: B batch, C channels, H W image or latent size, L text tokens, D width.
+Shape legend: B batch, C channels, H W image or latent size, h w size of a control map, L text tokens, D width.
 """
 
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from cascade_train.batch import Batch
+from cascade_train.errors import ConfigError
 from cascade_train.models.family import Family
 from cascade_train.models.formats.weights_source import WeightsSpec
 from cascade_train.models.initialize import Shares
+from cascade_train.models.text_encoder import TextEncoder, Tokens
 from cascade_train.options import File
 
-if TYPE_CHECKING:
-    from cascade_train.models.control import Control, ControlOptions
-    from cascade_train.models.text_encoder import TextEncoder
+log = logging.getLogger(__name__)
 
 Conditions = dict[str, Tensor]
 """Keyword arguments of the network beside the noised latent and the timestep ratio."""
 
 Steering = Callable[[Tensor, Tensor, Conditions], dict[int, Tensor]]
-"""Maps noised latents (B, C, H, W), timestep ratios (B,) and conditions to what is added in the network, by place.
+"""Maps noised latents (B, C, H, W), timestep ratios (B,) and conditions to what is added in the network, by block.
 
-The latents may be several copies of the batch that is steered, one after the other.
-"""
-
-Tokens = dict[str, Tensor]
-"""What the tokenizer makes of captions: `input_ids` and `attention_mask`, (B, L) int64.
-
-Where a cache holds captions, it is the stage's `caption_products` instead, (B, ...) each.
+The latents may be several copies of the batch, one after the other.
 """
 
 Products = Mapping[str, Tensor]
-"""What a stage makes of images or captions alone, (B, ...) each, by name: what a cache can hold in their place."""
+"""What a stage makes of images or captions alone, (B, ...) each, by name; a cache can replace those by them."""
 
 Save = Callable[[Mapping[str, Tensor], Path], float]
 """Writes a whole state dict into a folder, reads it back, and returns the largest relative difference."""
 
 Images = Tensor | Products
-"""Images (B, 3, H, W) float in [0, 1], or what a cache holds in their place."""
+"""Images (B, 3, H, W) float in [0, 1], or their cached products."""
+
+Bottleneck = Literal["effnet", "simple", "large", "small"]
+"""Networks that make features of a control map."""
 
 
 def product(images: Images, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the product that a cache holds of images, or what `make` makes of them."""
+    """Return the cached product of images, or what `make` makes of them."""
     return make(images) if isinstance(images, Tensor) else images[name]
 
 
 def below(root: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what of a state dict of several roots belongs to one, under its own names."""
+    """Return the tensors of one root from the state dict of several, under its own names."""
     return {name.removeprefix(f"{root}."): value for name, value in state.items() if name.startswith(f"{root}.")}
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to a device; from pinned memory, so that a CUDA device does not make the host wait."""
+    """Copy to a device; to CUDA from pinned memory, so that the host does not wait."""
     if device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlOptions:
+    """Options of a control network; all but the first two are keys of `task`.
+
+    Attributes:
+        channels: of the maps.
+        filter: configuration node of the filter that makes them.
+        weights: a control network to start from; None = a new one.
+        blocks: the controlled blocks; None = those of `weights`, or the family's own.
+        bottleneck: makes features of a map.
+        backbone_weights: initial values of the bottleneck.
+        seed: of a new control network's values.
+    """
+
+    channels: int
+    filter: Mapping[str, Any]
+    weights: str | None
+    blocks: list[int] | None
+    bottleneck: str
+    backbone_weights: str | None
+    seed: int
+
+
+class Control(abc.ABC):
+    """A control network, made or read by the constructor; a ConfigError if it does not fit.
+
+    Attributes:
+        module: the network, fp32 on the device; `load` replaces it.
+    """
+
+    module: Any
+
+    def __init__(self, options: ControlOptions, device: torch.device) -> None:
+        self.options, self.device = options, device
+        if options.weights is None:
+            self.module = self._new()
+        else:
+            self.load(options.weights, key="task.weights")
+
+    @abc.abstractmethod
+    def _new(self) -> nn.Module:
+        """Return a network with its first values, without effect yet."""
+
+    @abc.abstractmethod
+    def load(self, source: str, *, key: str) -> None:
+        """Load another network from a run, its export or a file, named by `key`; a ConfigError if it does not fit."""
+
+    @abc.abstractmethod
+    def steer(self, control_BCHW: Tensor) -> Steering:
+        """Return what maps (B, C, h, w) fp32 add in the stage's network."""
+
+    @abc.abstractmethod
+    def write(self, state: Mapping[str, Tensor], directory: Path) -> float:
+        """Write a whole state dict of `module`, see `Save`."""
+
+    def units(self) -> list[list[nn.Module]]:
+        """Return the modules that shard and compile together."""
+        groups: list[list[nn.Module]] = self.module.units()
+        return groups
+
+    def _check_maps(self, channels: int, made_by: Mapping[str, Any] | None, origin: str) -> None:
+        """Refuse maps of other channels than a stored network takes; warn where another filter made them."""
+        ours = self.options.filter
+        if channels != self._channels():
+            by = f", which {made_by['_target_']} made" if made_by else ""
+            raise ConfigError(
+                f"{origin}: this control network takes maps of {channels} channels{by}, task.filter makes "
+                f"{self._channels()}; choose its filter, filter@task.filter="
+            )
+        if made_by is None:
+            log.warning("%s: does not say what made its maps, and is now given %s", origin, ours)
+        elif made_by != ours:
+            log.warning("%s: was trained on maps of %s, and is now given %s", origin, made_by, ours)
+
+    def _channels(self) -> int:
+        """Return the channels of the maps as the network takes them."""
+        return self.options.channels
+
+
+def repeated(map_BCHW: Tensor, count: int) -> Tensor:
+    """Return maps (B, C, h, w) for `count` latents: as many copies of the batch, one after the other."""
+    copies = count // len(map_BCHW)
+    return map_BCHW if copies == 1 else map_BCHW.repeat(copies, 1, 1, 1)
 
 
 class Stage(abc.ABC):
@@ -81,35 +165,33 @@ class Stage(abc.ABC):
             file; null = from scratch.
 
     Attributes:
-        family: what it shares with others; autoencoders of several families have none.
+        family: autoencoders of several families have none.
         name: its role in its family, such as "stage_c", for messages.
-        abilities: what tasks and objectives ask for, see `Task.fits`: "denoising" of latents, "text_to_image" from
-            captions alone, "control" by a control network, "reconstruction" from an image's own latents, which are
-            painted by a stage with "semantic_latents", and of those that score pictures "vq_autoencoder",
-            "kl_autoencoder" and "previewer".
-        part: name of the folder that holds its network in pipelines and exports.
+        abilities: see `Task.fits`: "denoising" of latents, "text_to_image" from captions alone, "control" by a control
+            network, "reconstruction" from an image's own latents, which a stage with "semantic_latents" samples; of
+            stages that are scored by pictures "vq_autoencoder", "kl_autoencoder" and "previewer".
+        part: the network's folder in pipelines and exports.
         image_multiple: both sides of an image must be multiples of this many pixels.
-        image_keep_prob: share of training samples that keep their image condition, where a task names no other.
-        guidance_scale: classifier-free guidance of samples, where `sample.guidance_scale` is null; None = none.
-        guidance_rescale: share of the guided prediction that gets the spread of the unguided one, see `guide`.
-        noise_unit: what its network sees as noise level, see `NoiseCondition.unit`; None = whatever the objective has.
-        needs_image: whether the network sees an image in evaluation and sampling too, or text alone.
+        image_keep_prob: default share of training samples that keep their image condition.
+        guidance_scale: default of `sample.guidance_scale`; None = no guidance.
+        guidance_rescale: see `guide`.
+        noise_unit: the network's input for the noise level, see `NoiseCondition.unit`; None = the objective's.
+        needs_image: whether the network sees an image in evaluation and sampling too.
         denoises: whether the network denoises latents; else it has no conditions and no `predict`.
-        latent_name: what the clean latents are called among the products.
-        image_products: what the stage makes of an image alone, without a random choice, by name; the value is the part
-            that makes it, the key below `model.`.
-        caption_products: the same of a caption alone.
+        latent_name: name of the clean latents among the products.
+        image_products: products of an image without a random choice; name -> the part that makes it, below `model.`.
+        caption_products: the same of a caption.
         why_not_cached: why there are no `image_products`, for messages.
         encodes_nothing: parts that no product needs.
         trains_text: whether its text towers' own weights may train.
-        decoded_by: the part that makes images of latents; None = the network.
-        left_out: parts that `build` leaves out; set before it.
-        reads_cache: whether a cache stands for pictures; set before `build`.
-        caption_lookup: finds the products of captions in a cache, on the host; None = the stage makes them itself.
+        decoded_by: the part that decodes latents; None = the network.
+        left_out: parts that `build` skips; set before it.
+        reads_cache: whether training reads a cache of products; set before `build`.
+        caption_lookup: finds the products of captions in a cache, on the host; None = there is no such cache.
         network: exists after `build`, unless it is left out.
-        text_encoder: of stages that see captions, and of what trains in it.
-        scheduler: diffusers' scheduler that samples as the objective does, as its configuration with `_class_name`, for
-            exports; set before those. None = there is none.
+        text_encoder: of stages that see captions.
+        scheduler: configuration, with `_class_name`, of diffusers' scheduler that samples as the objective does; set
+            before exports; None = there is none.
     """
 
     family: ClassVar[Family] = None  # type: ignore[assignment]  # not asked of autoencoders
@@ -151,7 +233,7 @@ class Stage(abc.ABC):
         """
 
     def fill(self, shares: Shares) -> None:
-        """Write the initial values of a network that `build` left on the meta device; by default there is none.
+        """Write the initial values of a network that `build` left on the meta device; none by default.
 
         `shares` is undefined memory of this rank, by the network's names after the task's changes.
         """
@@ -190,14 +272,13 @@ class Stage(abc.ABC):
         """Encode images, (B, 3, H, W) float in [0, 1] or cached, to clean latents x0, fp32. No gradient, no sync."""
 
     def draw(self, batch: Batch) -> Any:
-        """Make the stage's own choices about the latents and conditions of a training batch; None = it makes none."""
+        """Draw the stage's own random choices about a training batch; None = it has none."""
         return None
 
     def training_latents(self, images: Images, drawn: Any) -> Tensor:
-        """Encode as `encode`, by the choices of `draw` where the latents depend on any; by default they do not."""
+        """Encode as `encode`, by the choices of `draw` where the latents depend on them."""
         return self.encode(images)
 
-    @abc.abstractmethod
     def conditions(
         self,
         tokens: Tokens,
@@ -205,12 +286,13 @@ class Stage(abc.ABC):
         keep_image_B: Tensor | None = None,
         drawn: Any = None,
     ) -> Conditions:
-        """Encode what the network is conditioned on. Must not sync.
+        """Encode the network's conditions, none by default. Must not sync.
 
         `tokens` are from `tokenize`, on the device; a dropped caption is the empty string's tokens. `images`, (B, 3, H,
-        W) float in [0, 1] or cached, None = no image condition (zeros), count for samples in `keep_image_B`, (B,)
-        bool on the host; None = all. `drawn` is from `draw`, in training; None = without random choices.
+        W) float in [0, 1] or cached, are a condition of the samples in `keep_image_B`, (B,) bool on the host, None =
+        all; None = no image condition (zeros). `drawn` is from `draw`, in training alone.
         """
+        return {}
 
     def check_control(self, options: ControlOptions) -> None:
         """Refuse options that mean nothing for this stage's control networks (ConfigError); called before `build`."""
@@ -228,24 +310,22 @@ class Stage(abc.ABC):
         """Decode latents to images for people, (B, 3, H', W') fp32 in [0, 1]. Without gradient."""
 
     def weight_specs(self) -> list[WeightsSpec]:
-        """Return the files that `build` and `fill` load, except of parts that are left out; none by default."""
+        """Return the files that `build` and `fill` load; none by default."""
         return []
 
     @classmethod
     def stored_pipeline(cls, folder: Path, model: str) -> tuple[list[str], dict[str, Any]]:
-        """Return how a training of a whole pipeline's folder is composed: overrides, and values by dotted key.
+        """Return overrides, and values by dotted key, that compose a training of a whole pipeline's folder.
 
-        `model` is the value of `Family.pipelines` for its class.
-
-        Raises:
-            ConfigError: a part or a configuration that is not there, or an architecture that is not built here.
+        `model` is the value of `Family.pipelines` for its class. A ConfigError for a part or a configuration that is
+        missing, or an architecture that is not supported.
         """
         raise AssertionError(f"no pipeline of {cls.__name__} is read whole")
 
     def exports(self) -> Mapping[str, Save]:
-        """Return what writes the network for other programs, by the export's name; nothing by default.
+        """Return the writers of the network for other programs, by the export's name; none by default.
 
-        Where text towers train, the state dict is that of the network and of them, by root.
+        Where text towers train, the state dict has a root for the network and for each of them.
         """
         return {}
 
@@ -273,7 +353,7 @@ class Stage(abc.ABC):
 
 
 class AutoencoderStage(Stage):
-    """Base of the stages that are autoencoders: nothing is denoised, and nothing but pictures is a condition."""
+    """Base of the stages that are autoencoders."""
 
     denoises = False
     image_keep_prob = 0.0
@@ -288,16 +368,6 @@ class AutoencoderStage(Stage):
         if self.weights is None:
             return []
         return [WeightsSpec(key="model.weights", source=self.weights, part=self.part)]
-
-    def conditions(
-        self,
-        tokens: Tokens,
-        images: Images | None = None,
-        keep_image_B: Tensor | None = None,
-        drawn: Any = None,
-    ) -> Conditions:
-        """Return nothing: the network is conditioned on nothing."""
-        return {}
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""

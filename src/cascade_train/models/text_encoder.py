@@ -1,7 +1,5 @@
 """The frozen CLIP text tower and its tokenizer: captions to token ids, and these to text conditions.
 
-Must not live here: dropping of captions (tasks).
-
 Shape legend: B batch, P pieces of captions, L text tokens, D width.
 """
 
@@ -9,20 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
+from cascade_train.files.hub import parse_source
+from cascade_train.models.formats.export import quiet
 from cascade_train.models.formats.weights_source import TOKENIZER_FILES, WeightsSpec
 from cascade_train.models.frozen_part import ClipTower, local_folder
-from cascade_train.models.stage import Tokens
-from cascade_train.models.token_count import FOLDER
-from cascade_train.options import File, Free
+from cascade_train.options import File, Free, check_above, check_least
 
-if TYPE_CHECKING:
-    from transformers import CLIPTokenizer
+Tokens = dict[str, Tensor]
+"""What the tokenizer makes of captions: `input_ids` and `attention_mask`, (B, L) int64.
+
+Where a cache holds captions, it is the stage's `caption_products` instead, (B, ...) each.
+"""
+
+PACKAGED_TOKENIZER = Path(__file__).parent / "tiny_tokenizer"
+"""Made by scripts/write_tiny_tokenizer.py."""
 
 LONG_PIECES = 3
 """Pieces of a long caption: 225 tokens where one piece has 75, as other trainers have it."""
@@ -69,10 +74,9 @@ class TextEncoder(ClipTower):
     lr: Free[float | None] = None
 
     def __post_init__(self) -> None:
-        if self.lr is not None and self.lr <= 0:
-            raise ValueError(f"{self.key}.lr={self.lr}: give a number above 0, or null for the optimizer's")
-        if self.max_tokens < 3:
-            raise ValueError(f"{self.key}.max_tokens={self.max_tokens}: must be at least 3 (start, one token, end)")
+        if self.lr is not None:
+            check_above(f"{self.key}.lr", self.lr, 0)
+        check_least(f"{self.key}.max_tokens", self.max_tokens, 3, "start, one token and end")
         if not -self.num_hidden_layers <= self.hidden_layer <= -1:
             raise ValueError(
                 f"{self.key}.hidden_layer={self.hidden_layer}: is counted from the end, give -1 (the last layer) to "
@@ -96,9 +100,14 @@ class TextEncoder(ClipTower):
         specs = super().weight_specs()
         if self.tokenizer_source is None:
             return specs
-        where: dict[str, Any] = {"source": self.tokenizer_source, "part": self.tokenizer_subfolder}
-        key = f"model.{self.key}.tokenizer"
-        return [*specs, WeightsSpec(key=key, beside=TOKENIZER_FILES, weights=False, **where)]
+        tokenizer = WeightsSpec(
+            key=f"model.{self.key}.tokenizer",
+            source=self.tokenizer_source,
+            part=self.tokenizer_subfolder,
+            beside=TOKENIZER_FILES,
+            weights=False,
+        )
+        return [*specs, tokenizer]
 
     def build(self, *, device: torch.device, dtype: torch.dtype) -> None:
         """Load the tokenizer and make the frozen tower; a ConfigError if they do not exist or do not fit each other."""
@@ -126,7 +135,7 @@ class TextEncoder(ClipTower):
         self._state_PLD = output
 
     def _add_text(self, _module: nn.Module, _inputs: object, output: Any) -> Any:
-        """Add the text to what the tower returns; here, where the norm's weights are whole and FSDP2 sees results."""
+        """Add the text to the tower's output, here where the norm's weights are whole and FSDP2 sees results."""
         text_PLD, self._state_PLD = self._state_PLD, None
         if self.final_norm:
             is_last = self.hidden_layer == -1
@@ -135,24 +144,22 @@ class TextEncoder(ClipTower):
         return output
 
     def unreached(self) -> list[str]:
-        """Return the names of modules of the tower that do not change what `encode` returns."""
+        """Return the names of modules of the tower on which the result of `encode` does not depend."""
         if self.projection_dim is not None:
-            return []  # the pooled text comes of all
+            return []  # the pooled text depends on all
         prefix = "text_model." if hasattr(self.module, "text_model") else ""
         behind = range(self.num_hidden_layers + 1 + self.hidden_layer, self.num_hidden_layers)
         norm = [] if self.final_norm else [f"{prefix}final_layer_norm"]
         return [*(f"{prefix}encoder.layers.{number}" for number in behind), *norm]
 
     def unfreeze(self) -> None:
-        """Let every weight train that changes what `encode` returns."""
+        """Let every weight train on which the result of `encode` depends."""
         self.module.requires_grad_(requires_grad=True)
         for name in self.unreached():
             self.module.get_submodule(name).requires_grad_(requires_grad=False)
 
     def load(self, folder: str) -> None:
-        """Take the values of a tower of this architecture in a folder of transformers."""
-        from cascade_train.models.formats.export import quiet
-
+        """Load the values of a tower of this architecture from a folder of transformers."""
         with quiet():
             found = type(self.module).from_pretrained(folder).state_dict()
         self.module.load_state_dict(found, strict=True)
@@ -162,10 +169,10 @@ class TextEncoder(ClipTower):
         """The layers and embeddings of the module, without its projection."""
         return getattr(self.module, "text_model", self.module)
 
-    def _load_tokenizer(self) -> CLIPTokenizer:
+    def _load_tokenizer(self) -> Any:
         from transformers import CLIPTokenizer
 
-        source = str(FOLDER) if self.tokenizer_source is None else self.tokenizer_source
+        source = str(PACKAGED_TOKENIZER) if self.tokenizer_source is None else self.tokenizer_source
         folder, subfolder = source, ""
         try:
             if self.tokenizer_source is not None:
@@ -196,9 +203,8 @@ class TextEncoder(ClipTower):
 
     def tokenize(self, captions: Sequence[str]) -> Tokens:
         """Turn captions into `input_ids` and `attention_mask`, (B, pieces * `max_tokens`) int64 on the host."""
-        room = self.max_tokens - 2
-        tokenizer: Any = self.tokenizer
-        words = tokenizer(list(captions), add_special_tokens=False, verbose=False)["input_ids"]
+        room, tokenizer = self.max_tokens - 2, self.tokenizer
+        words = token_ids(tokenizer, captions)
         self._captions += len(words)
         self._truncated += sum(len(ids) > room * self.pieces for ids in words)
         pieces = [ids[room * k :][:room] for ids in words for k in range(self.pieces)]
@@ -209,7 +215,7 @@ class TextEncoder(ClipTower):
         return {name: value_PL.reshape(len(words), -1) for name, value_PL in tokens.items()}
 
     def notices(self, *, last: bool = False) -> list[str]:
-        """Report how many captions were truncated: once, when the first were, and at the `last` call, if any were."""
+        """Report how many captions were truncated: once, after the first, and at the `last` call, if any were."""
         if not self._truncated or (self._noticed and not last):
             return []
         self._noticed = True
@@ -247,3 +253,45 @@ def causal_mask(keep_BL: Tensor) -> Tensor:
     length = keep_BL.shape[1]
     causal_LL = torch.ones(length, length, dtype=torch.bool, device=keep_BL.device).tril()
     return causal_LL & keep_BL.bool()[:, None, None, :]
+
+
+def token_ids(tokenizer: Any, captions: Sequence[str]) -> list[list[int]]:
+    """Return the ids of captions without start and end."""
+    found: list[list[int]] = tokenizer(list(captions), add_special_tokens=False, verbose=False)["input_ids"]
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCounter:
+    """Counts the tokens of captions without a text tower; `name` describes the tokenizer."""
+
+    name: str
+    tokenizer: Any
+
+    def __call__(self, captions: Sequence[str]) -> list[int]:
+        """Return how many tokens each caption has, start and end included."""
+        return [len(ids) + 2 for ids in token_ids(self.tokenizer, captions)] if captions else []
+
+
+def token_counter(source: str | None, subfolder: str | None) -> TokenCounter:
+    """Return a counter with a model's tokenizer where it is on this machine, else with the packaged one.
+
+    `source` is a hub id or local folder, None = the packaged one; `subfolder` a folder within it.
+    """
+    from transformers import CLIPTokenizer
+
+    name, folder = "the packaged tokenizer", PACKAGED_TOKENIZER
+    if source is not None and (found := _vocabulary_folder(source, subfolder or "")) is not None:
+        name, folder = f"the tokenizer of {source}", found
+    elif source is not None:
+        name += f", since that of {source} is not on this machine; it finds more tokens than CLIP's"
+    return TokenCounter(name=name, tokenizer=CLIPTokenizer.from_pretrained(str(folder), local_files_only=True))
+
+
+def _vocabulary_folder(source: str, subfolder: str) -> Path | None:
+    """Return the folder with a vocabulary, here or in the hub's cache; of one without, transformers makes its own."""
+    on_hub = parse_source(source)
+    root = Path(source) if Path(source).is_dir() or on_hub is None else on_hub.folder()
+    folder = None if root is None else root / subfolder
+    names = ("tokenizer.json", "vocab.json")
+    return folder if folder is not None and any((folder / name).is_file() for name in names) else None

@@ -14,7 +14,7 @@ from cascade_train import compose
 from cascade_train.__main__ import launch
 from cascade_train.config.groups import conf_dir
 from cascade_train.config.launch import HAS_WHITELIST, compose_and_run, with_implied_choices
-from cascade_train.config.sweeps.naming import LONGEST_NAME, RUN_DIR, SWEEP_DIR, folder_name
+from cascade_train.config.sweeps.runs import LONGEST_NAME, RUN_DIR, SWEEP_DIR, folder_name
 from cascade_train.errors import ConfigError, RunError
 
 Start = Callable[..., tuple[int, str]]

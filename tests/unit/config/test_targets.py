@@ -175,12 +175,12 @@ ATTACKS = (
     "torch.multiprocessing.spawn",
     "torch.nn.modules.module.torch.hub.load",
     "torch.optim.Nothing",
+    "cascade_train.data.stream.stream_samples",
+    "cascade_train.data.stream.subprocess.run",
     "torch.optim.adamw.torch.hub.load",
     "cascade_train.engine.optimizer.Any",
-    "cascade_train.data.tar.stream.stream_samples",
-    "cascade_train.data.tar.stream.subprocess.run",
     "cascade_train.files.durable.write_durably",
-    "cascade_train.models.formats.weights_tensors.torch.load",
+    "cascade_train.models.formats.weights.torch.load",
     "cascade_train.__main__.launch",
     "cascade_train.commands.generate.generate",
 )
@@ -201,7 +201,7 @@ def test_what_is_no_component_is_refused(target: str) -> None:
     assert not is_trusted(target)
 
 
-@pytest.mark.parametrize("target", [*COMPONENTS, "cascade_train.filters.torch_network.load_exported"])
+@pytest.mark.parametrize("target", [*COMPONENTS, "cascade_train.filters.network.load_exported"])
 def test_components_pass(target: str) -> None:
     check_confined("task", target)
 

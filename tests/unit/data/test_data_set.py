@@ -135,7 +135,7 @@ def test_pictures_without_a_header_are_named_at_the_start_and_too_many_stop_it_u
 ) -> None:
     bad = [(f"bad{i}.{extension}", b"?") for i in range(12) for extension in ("jpg", "txt")]
     path = tars.write(tmp_path / "a.tar", [*tars.samples(range(5)), *bad])
-    too_many = r"12 of 17 samples are unreadable, .*=0.01 allows: a.tar:bad0, .*, \.\.\. .* Remove .*_share=0.71\."
+    too_many = r"12 of 17 samples are unreadable, .*=0.01 allows: a.tar:bad0, .* and 2 more .* Remove .*_share=0.71\."
     with pytest.raises(RunError, match=too_many):
         open_data_set(tars.webdataset(path), share=None, held_out=None)
     mixture = mixture_of({"one": tars.webdataset(path)})

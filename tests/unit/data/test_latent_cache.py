@@ -16,19 +16,18 @@ from cascade_train.data.latent_cache import (
     MANIFEST,
     SPAN,
     CachedSample,
-    Manifest,
-    PayloadReader,
+    CacheManifest,
     caption_digest,
-    captions_tar,
     is_whole,
     load_table,
     read_index,
     read_manifest,
-    samples_tar,
-    table_file,
+    read_span,
+    unit_file,
     write_manifest,
     write_unit,
 )
+from cascade_train.data.storage.store import LocalFiles
 from cascade_train.errors import ConfigError, RunError
 
 CAPTIONS = {"": {"clip_text": torch.zeros(2, 3)}, "ein Käse, 赤い \ud800": {"clip_text": torch.ones(2, 3)}}
@@ -52,7 +51,7 @@ def make_manifest(**changes):
         "identity": {"data.crop": "center"},
         "made_with": {"torch": "2.13.0"},
     }
-    return Manifest(**{**fields, **changes})
+    return CacheManifest(**{**fields, **changes})
 
 
 def test_units_cover_every_row_once():
@@ -113,7 +112,7 @@ def test_no_cache_damaged_ones_and_other_formats_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="has format 7, this version reads 1"):
         read_manifest(tmp_path)
     (tmp_path / MANIFEST).write_text('{"format": 1}')
-    with pytest.raises(ConfigError, match=r"manifest.json is damaged .* Remove the cache and make it again"):
+    with pytest.raises(ConfigError, match=r"manifest.json is damaged .*; remove the cache and make it again"):
         read_manifest(tmp_path)
 
 
@@ -147,19 +146,18 @@ def write(folder, unit=1, rows=(2, 3), captions=CAPTIONS):
 def test_samples_and_captions_are_read_back_by_offset(tmp_path):
     manifest = write(tmp_path)
     table = load_table(tmp_path, 1, manifest)
-    reader = pickle.loads(pickle.dumps(PayloadReader()))
-    tensors = safetensors.torch.load(reader.read(samples_tar(tmp_path, 1), table.samples[1, 0]))
+    files = pickle.loads(pickle.dumps(LocalFiles()))
+    tensors = safetensors.torch.load(read_span(files, unit_file(tmp_path, "samples", 1), table.samples[1, 0]))
     assert torch.equal(tensors["effnet_latent"], torch.full((16, 2, 3), 1.0))
     assert tensors["clip_img"].dtype == torch.bfloat16
-    assert b'"values": {"a": [0, 1], "n": 3}' in reader.read(samples_tar(tmp_path, 1), table.samples[1, 1])
+    assert b'"values": {"a": [0, 1], "n": 3}' in read_span(
+        files, unit_file(tmp_path, "samples", 1), table.samples[1, 1]
+    )
     place = table.digests.tolist().index(caption_digest("ein Käse, 赤い \ud800").encode())
-    found = safetensors.torch.load(reader.read(captions_tar(tmp_path, 1), table.captions[place]))
+    found = safetensors.torch.load(read_span(files, unit_file(tmp_path, "captions", 1), table.captions[place]))
     assert torch.equal(found["clip_text"], torch.ones(2, 3))
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "samples-000001.tar",
-        "captions-000001.tar",
-        "unit-000001.npz",
-    }
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["captions-000001.tar", "samples-000001.tar", "unit-000001.npz"]
 
 
 def test_rows_without_a_sample_and_units_without_any_are_kept_apart(tmp_path):
@@ -174,15 +172,16 @@ def test_the_same_content_gives_the_same_tars(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         write(tmp_path / name)
-    for path in (samples_tar, captions_tar):
-        assert path(tmp_path / "a", 1).read_bytes() == path(tmp_path / "b", 1).read_bytes()
+    for kind in ("samples", "captions"):
+        one, other = (unit_file(tmp_path / name, kind, 1).read_bytes() for name in ("a", "b"))
+        assert one == other
 
 
 def test_a_unit_counts_as_missing_when_it_is_cut_damaged_or_of_another_cache(tmp_path):
     manifest = write(tmp_path)
     assert is_whole(tmp_path, 1, manifest)
     assert load_table(tmp_path, 1, make_manifest(filters="x")) is None
-    tar = samples_tar(tmp_path, 1)
+    tar = unit_file(tmp_path, "samples", 1)
     content = tar.read_bytes()
     tar.write_bytes(content[:-512])
     assert load_table(tmp_path, 1, manifest) is None
@@ -192,32 +191,32 @@ def test_a_unit_counts_as_missing_when_it_is_cut_damaged_or_of_another_cache(tmp
     assert not is_whole(tmp_path, 1, manifest)
     write(tmp_path)
     assert is_whole(tmp_path, 1, manifest)
-    table_file(tmp_path, 1).write_bytes(b"PK")
+    unit_file(tmp_path, "unit", 1).write_bytes(b"PK")
     assert not is_whole(tmp_path, 1, manifest)
 
 
 def load_table_start(folder):
-    with np.load(table_file(folder, 1)) as parts:
+    with np.load(unit_file(folder, "unit", 1)) as parts:
         return parts["samples"][0, 0]["start"]
 
 
 def test_a_changed_byte_is_told_with_its_place_and_the_remedy(tmp_path):
     span = load_table(tmp_path, 1, write(tmp_path)).samples[0, 0]
-    tar = samples_tar(tmp_path, 1)
+    tar = unit_file(tmp_path, "samples", 1)
     content = bytearray(tar.read_bytes())
     content[span["start"] + 9] ^= 1
     tar.write_bytes(content)
     with pytest.raises(RunError, match=rf"samples-000001.tar is damaged at byte {span['start']}: run cascade-train"):
-        PayloadReader().read(tar, span)
+        read_span(LocalFiles(), tar, span)
 
 
 def test_files_stay_open_only_so_many_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("cascade_train.data.storage.store._MAX_OPEN_FILES", 2)
-    reader, span = PayloadReader(), np.array((0, 1, zlib.crc32(b"a")), dtype=SPAN)[()]
+    files, span = LocalFiles(), np.array((0, 1, zlib.crc32(b"a")), dtype=SPAN)[()]
     for name in "abcab":
         (tmp_path / name).write_bytes(b"a")
-        assert reader.read(tmp_path / name, span) == b"a"
-    assert len(reader._files._descriptors()) == 2
+        assert read_span(files, tmp_path / name, span) == b"a"
+    assert len(files._descriptors()) == 2
 
 
 def test_nothing_is_left_of_a_unit_that_could_not_be_written(tmp_path):

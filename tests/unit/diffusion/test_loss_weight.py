@@ -80,11 +80,6 @@ def test_velocity_and_epsilon_weights_agree_through_snr_plus_one() -> None:
     torch.testing.assert_close(composed(LOGSNR), LOGSNR.sigmoid())
 
 
-def test_min_snr_over_snr_never_exceeds_one() -> None:
-    weight = ComposedLossWeight(mul=[MinSNRLossWeight(max_snr=5.0)], div=[SNRLossWeight()])
-    torch.testing.assert_close(weight(LOGSNR), (5 / LOGSNR.exp()).clamp(max=1))
-
-
 def test_weights_without_state_learn_nothing() -> None:
     for weight in WEIGHTS:
         before = weight(LOGSNR)
@@ -121,7 +116,7 @@ def test_an_adaptive_weight_stays_in_its_range() -> None:
 
 def test_the_last_of_duplicates_wins_where_asked_for() -> None:
     weight = adaptive(duplicates="last", beta=0.0)
-    weight.after_step(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 4.0]))
+    weight.after_step(torch.tensor([1.0, -5.0, 1.0, 5.0]), torch.tensor([2.0, 5.0, 4.0, 1.0]))
     assert weight(torch.tensor([1.0])) == 0.25
 
 
@@ -135,9 +130,17 @@ def test_a_composed_weight_keeps_the_state_of_its_parts() -> None:
         "mul.1.bucket_loss": (300,),
         "div.0.bucket_loss": (7,),
     }
-    fresh.load_state_dict(weight.state_dict())
+    saved = weight.state_dict()
+    fresh.load_state_dict(saved)
     assert torch.equal(fresh(LOGSNR), weight(LOGSNR))
     assert not torch.equal(fresh(LOGSNR), make()(LOGSNR))
+    weight.after_step(LOGSNR, 2 * LOGSNR.exp())
+    assert torch.equal(fresh.state_dict()["mul.1.bucket_loss"], saved["mul.1.bucket_loss"]), "a copy"
+
+
+def test_state_of_another_number_of_buckets_is_refused() -> None:
+    with pytest.raises(ConfigError, match="buckets=4, but the saved state has 7"):
+        adaptive(buckets=4).load_state_dict({"bucket_loss": torch.ones(7)})
 
 
 @pytest.mark.parametrize(
@@ -153,6 +156,8 @@ def test_a_composed_weight_keeps_the_state_of_its_parts() -> None:
         (lambda: ComposedLossWeight(mul=[], div=[]), "leave nothing to compose; name at least one"),
         (lambda: adaptive(buckets=2), "buckets=2 must be greater"),
         (lambda: adaptive(beta=-0.1), "beta=-0.1 must lie in"),
+        (lambda: adaptive(duplicates="sum"), "duplicates=sum is unknown; choose one of mean, last"),
+        (lambda: adaptive(update="epoch"), "update=epoch is unknown"),
     ],
 )
 def test_values_out_of_range_are_refused(make: object, message: str) -> None:
@@ -177,11 +182,6 @@ def test_parts_of_a_composed_weight_learn_from_micro_batches() -> None:
     part = adaptive(update="micro_batch")
     ComposedLossWeight(mul=[part, P2], div=[]).after_micro_batch(torch.zeros(1), torch.tensor([3.0]))
     assert part(torch.zeros(1)) == 0.5
-
-
-def test_another_time_to_learn_is_refused() -> None:
-    with pytest.raises(ConfigError, match="update=epoch is unknown"):
-        adaptive(update="epoch")
 
 
 @pytest.mark.parametrize("target", ["epsilon", "v", "x0"])

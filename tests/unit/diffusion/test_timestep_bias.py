@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from cascade_train.diffusion.timestep_bias import STRATEGIES, TimestepBias
+from cascade_train.diffusion.timestep_bias import TimestepBias
 from cascade_train.errors import ConfigError
 
 PLAIN: dict[str, Any] = {"strategy": "none", "multiplier": 1.0, "begin": 0.0, "end": 1.0, "portion": 0.25}
@@ -30,7 +30,7 @@ def test_the_span_is_drawn_as_often_as_discrete_weights_would(
     torch.testing.assert_close(drawn, weights / weights.sum(), atol=2.5e-5, rtol=0)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["none", "earlier", "later", "range"])
 def test_bent_numbers_stay_in_order_and_in_range(strategy: Any) -> None:
     u_B = torch.cat([torch.zeros(1), U_B, torch.tensor([1 - 2**-24])])
     bent_B = bias(strategy=strategy, multiplier=3.0, begin=0.1, end=0.2)(u_B)

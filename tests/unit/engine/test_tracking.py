@@ -9,8 +9,6 @@ import types
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from PIL import Image
 
 from cascade_train.engine import tracking
@@ -32,35 +30,22 @@ def picture(tmp_path):
     return path
 
 
-@pytest.fixture
-def as_torchrun(world, monkeypatch):
-    """What torchrun sets, beside a process group that is there already."""
-    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    for key, value in values.items():
-        monkeypatch.setenv(key, value)
-    return values
-
-
 class StandIn(types.ModuleType):
-    """What the library uses of wandb."""
+    """What the library uses of wandb; `of` returns the arguments of each call."""
 
     def __init__(self):
         super().__init__("wandb")
         self.calls = []
-        self.config = types.SimpleNamespace(update=lambda values, **_: self.calls.append(("config", values)))
+        self.config = types.SimpleNamespace(update=self._called("config"))
         self.Image = lambda array: ("image", array.shape)
 
+    def _called(self, kind):
+        return lambda *given, **named: self.calls.append((kind, *given, *([named] if named else [])))
+
     def init(self, **arguments):
-        self.calls.append(("init", arguments))
-        log = lambda values, step=None: self.calls.append(("log", values, step))  # noqa: E731
-        self.run = types.SimpleNamespace(
-            id=arguments["id"] or "new-id",
-            notes=None,
-            log=log,
-            define_metric=lambda *a, **k: self.calls.append(("define_metric", a, k)),
-            finish=lambda: self.calls.append(("finish",)),
-            alert=lambda **given: self.calls.append(("alert", given)),
-        )
+        self._called("init")(**arguments)
+        calls = {kind: self._called(kind) for kind in ("log", "define_metric", "finish", "alert")}
+        self.run = types.SimpleNamespace(id=arguments["id"] or "new-id", notes=None, **calls)
         return self.run
 
     def of(self, kind):
@@ -108,16 +93,6 @@ def test_tensorboard_gets_numbers_images_and_notes(world, tmp_path, picture):
     assert sorted(events.Tags()["tensors"]) == ["config/text_summary", "note/text_summary"]
 
 
-def test_a_tracker_leaves_the_process_group_and_the_launcher_alone(as_torchrun, tmp_path):
-    group, threads = dist.group.WORLD, torch.get_num_threads()
-    tracker = build("tensorboard", tmp_path)
-    tracker.log({"loss": 1.0}, 1)
-    tracker.finish()
-    assert dist.group.WORLD is group
-    assert {key: os.environ[key] for key in as_torchrun} == as_torchrun
-    assert torch.get_num_threads() == threads
-
-
 def test_wandb_gets_its_settings_and_every_step(world, tmp_path, wandb, picture):
     tracker = build("wandb", tmp_path, entity="team")
     tracker.log({"step": 3, "loss": 0.5, "grad_norm": None}, 3)
@@ -133,24 +108,15 @@ def test_wandb_gets_its_settings_and_every_step(world, tmp_path, wandb, picture)
         "project": "p", "entity": "team", "name": "lora-c_tiny", "dir": str(tmp_path), "mode": "offline",
         "id": None, "resume": "allow", "settings": None,
     }  # fmt: skip
-    assert wandb.of("config") == [(CONFIG,)]
-    assert wandb.of("define_metric") == [(("*",), {"step_metric": "step"})]
-    assert wandb.of("log") == [
-        ({"loss": 0.5, "step": 3}, None),
-        ({"grid": [("image", (4, 6, 3))], "step": 3}, None),
-    ]
+    assert wandb.of("config") == [(CONFIG, {"allow_val_change": True})]
+    assert wandb.of("define_metric") == [("*", {"step_metric": "step"})]
+    assert wandb.of("log") == [({"loss": 0.5, "step": 3},), ({"grid": [("image", (4, 6, 3))], "step": 3},)]
     assert wandb.run.notes == "one\ntwo"
     assert wandb.of("alert") == [
         ({"title": "Stopped", "text": "api_key=<redacted>", "level": "INFO"},),
         ({"title": "Failed", "text": "it broke", "level": "ERROR"},),
     ]
     assert wandb.of("finish") == [()]
-
-
-def test_wandb_continues_the_run_it_is_given(world, tmp_path, wandb):
-    assert build("wandb", tmp_path).run_id == "new-id"
-    assert build("wandb", tmp_path, run_id="abc").run_id == "abc"
-    assert wandb.of("init")[1][0]["id"] == "abc"
 
 
 def test_no_tracker_sees_a_secret_of_the_configuration_or_the_command_line(world, tmp_path, wandb, monkeypatch):
@@ -179,12 +145,11 @@ def test_other_ranks_know_the_run_id_but_show_nothing(world, tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_wandb_names_the_extra(world, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(
-        ConfigError, match=r"wandb is not installed. Install it, .*: pip install --editable '\.\[wandb\]'"
-    ):
-        build("wandb", tmp_path)
+@pytest.mark.parametrize(("name", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
+def test_a_missing_library_names_the_extra(world, tmp_path, monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"{name} is not installed. Install .*\.\[{name}\]'.*tracker=none"):
+        build(name, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -197,14 +162,6 @@ def test_a_wandb_that_cannot_start_is_a_config_error(world, tmp_path, wandb, mon
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(ConfigError, match=rf"tracker\.name=wandb could not start: {shown}\. Remedy"):
         build("wandb", tmp_path)
-
-
-def test_a_missing_tensorboard_names_the_extra(world, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(
-        ConfigError, match=r"tensorboard is not installed. Install it, .*: pip install --editable '\.\[tensorboard\]'"
-    ):
-        build("tensorboard", tmp_path)
 
 
 def test_an_unknown_tracker_is_refused(world, tmp_path):
@@ -274,6 +231,7 @@ def test_a_tracked_run_that_cannot_be_continued_is_followed_by_another(world, tm
             raise RuntimeError("run abc was deleted")
         return start(**arguments)
 
+    assert build("wandb", tmp_path, run_id="abc").run_id == wandb.of("init")[0][0]["id"] == "abc"
     monkeypatch.setattr(wandb, "init", refuse_old)
     assert build("wandb", tmp_path, run_id="abc").run_id == "new-id"
     assert "tracker.name=wandb could not continue its run abc (run abc was deleted) and begins another." in caplog.text

@@ -3,19 +3,19 @@ from pathlib import Path
 import pytest
 from transformers import CLIPTokenizer
 
-from cascade_train.models.token_count import FOLDER
+from cascade_train.models.text_encoder import PACKAGED_TOKENIZER
 from scripts.write_tiny_tokenizer import END, START, WORD_END, WORDS, vocabulary, write
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> CLIPTokenizer:
-    return CLIPTokenizer.from_pretrained(FOLDER)
+    return CLIPTokenizer.from_pretrained(PACKAGED_TOKENIZER)
 
 
 def test_shipped_files_are_what_the_module_writes(tmp_path: Path) -> None:
     write(tmp_path)
     written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert written == {path.name: path.read_bytes() for path in FOLDER.iterdir()}
+    assert written == {path.name: path.read_bytes() for path in PACKAGED_TOKENIZER.iterdir()}
     assert written.keys() == {"vocab.json", "merges.txt", "tokenizer_config.json"}
 
 
@@ -52,6 +52,6 @@ def test_start_and_end_are_the_last_ids(tokenizer: CLIPTokenizer) -> None:
 
 
 def test_tokens_can_be_added(tokenizer: CLIPTokenizer) -> None:
-    fresh = CLIPTokenizer.from_pretrained(FOLDER)
+    fresh = CLIPTokenizer.from_pretrained(PACKAGED_TOKENIZER)
     assert fresh.add_tokens("[star]") == 1
     assert fresh("a [star]").input_ids[2] == 671

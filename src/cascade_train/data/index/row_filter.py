@@ -1,20 +1,26 @@
 """Which samples take part, by conditions on their metadata (the json beside picture and caption, or columns).
 
-Conditions are parsed in row_expression.py; sources read metadata and keep verdicts.
+A condition is a small part of Python's expressions and is never run as code: its text is parsed to a syntax tree, every
+node of which must be one of those listed here, and the tree is walked with the values. No name is looked up outside
+the arguments, so that a configuration from elsewhere can do no harm. Libraries that evaluate expressions allow
+attributes or calls and are as safe as their block lists.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+import operator
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cascade_train.data.index.row_expression import Expression, parse_expression
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import read_json
 
@@ -25,7 +31,39 @@ VERSION = 1
 ABSENT, FAILED, PASSED = 0, 1, 2
 """Verdicts: the sample lacks a key (or readable metadata), does not meet the condition, meets it."""
 
+MAX_CHARACTERS, MAX_DEPTH, MAX_EXPONENT = 1000, 20, 8
+LARGEST = 1e150
+"""Arithmetic stops at numbers of this size, so that no condition can fill the memory."""
+
+ALLOWED = "comparisons, and, or, not, in, + - * / // %, ** with a small whole exponent, numbers, quoted texts, lists"
+_STARTS_WITH_COMPARISON = re.compile(r"\s*(<=|>=|==|!=|<|>|in\s|not\s+in\s)")
+_OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Not: operator.not_,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
+}
 _log = logging.getLogger(__name__)
+
+
+class _RefusedError(Exception):
+    """Raised with the reason why a text is refused, and the node at fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +72,8 @@ class RowFilter:
 
     keys: tuple[str, ...]  # whose values are the condition's arguments, in this order
     text: str  # as the user wrote it
-    condition: Expression  # the same, parsed
+    arguments: tuple[str, ...]  # the names of the values in the condition
+    condition: ast.expr  # checked
 
     @property
     def name(self) -> str:
@@ -42,10 +81,14 @@ class RowFilter:
         return f"{', '.join(self.keys)}: {self.text}"
 
     def verdict(self, metadata: Mapping[str, Any]) -> int:
-        """Judge one sample: ABSENT, FAILED or PASSED."""
+        """Judge one sample: ABSENT, FAILED (also where the condition cannot be computed) or PASSED."""
         if any(key not in metadata for key in self.keys):
             return ABSENT
-        return PASSED if self.condition([metadata[key] for key in self.keys]) else FAILED
+        values = {name: metadata[key] for name, key in zip(self.arguments, self.keys, strict=True)}
+        try:
+            return PASSED if _value(self.condition, values) else FAILED
+        except (TypeError, ArithmeticError, RecursionError):
+            return FAILED
 
 
 @dataclass(frozen=True)
@@ -125,7 +168,8 @@ def _row_filter(where: str, entry: Any) -> RowFilter:
     keys = entry[0] if isinstance(entry[0], list) else [entry[0]]
     if not keys or not all(isinstance(key, str) and key for key in keys):
         raise ValueError(f"{where}: {entry[0]!r} is not the name of a key in the samples' json, nor a list of names")
-    return RowFilter(keys=tuple(keys), text=entry[1], condition=parse_expression(entry[1], keys, where=where))
+    arguments, condition = _parse(entry[1], keys, where)
+    return RowFilter(keys=tuple(keys), text=entry[1], arguments=arguments, condition=condition)
 
 
 def read_metadata(metadata: bytes | None) -> Mapping[str, Any] | None:
@@ -135,3 +179,138 @@ def read_metadata(metadata: bytes | None) -> Mapping[str, Any] | None:
     except ValueError:
         return None
     return values if isinstance(values, Mapping) else None
+
+
+def _parse(text: str, keys: Sequence[str], where: str) -> tuple[tuple[str, ...], ast.expr]:
+    """Return the names of the arguments of a condition, one for each of `keys`, and its checked tree.
+
+    The text is a lambda with one argument per key, `lambda s: s > 4.5`; for one key a comparison without its left side,
+    `<=0.5`; or an expression in the names of the keys, `width * height >= 600 ** 2`.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(
+            f"{where}: a condition of {len(text)} characters, {text[:20]!r}..., is longer than the {MAX_CHARACTERS}"
+            " that are read; split it into several filters"
+        )
+    is_short = _STARTS_WITH_COMPARISON.match(text) is not None
+    source, names = (f"_ {text}", ("_",) * len(keys)) if is_short else (text, tuple(keys))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            body = ast.parse(source, mode="eval").body
+        if is_short and len(keys) != 1:
+            raise _RefusedError(f"a comparison without its left side is for one key, not {len(keys)}", body)
+        if isinstance(body, ast.Lambda):
+            names, body = _arguments(body, keys), body.body
+        _check(body, set(names), 0)
+        return names, body
+    except _RefusedError as error:
+        reason, node = error.args
+        start = len(source.encode()[: node.col_offset].decode(errors="ignore")) + 1
+        faulty = ast.get_source_segment(source, node)
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        reason = f"this is no expression ({getattr(error, 'msg', type(error).__name__)})"
+        start = getattr(error, "offset", None) or 1
+        faulty = source[start - 1 : start]
+    start = max(1, start - len(source) + len(text))
+    raise ValueError(
+        f"{where}: {text!r} is refused at character {start} ({faulty!r}): {reason}."
+        f" Allowed are {ALLOWED}, as in 'lambda s: s > 4.5', '<=0.5' or 'width * height >= 600 ** 2'"
+    )
+
+
+def _arguments(node: ast.Lambda, keys: Sequence[str]) -> tuple[str, ...]:
+    found = node.args
+    is_plain = not (found.posonlyargs or found.kwonlyargs or found.vararg or found.kwarg or found.defaults)
+    if not is_plain or len(found.args) != len(keys):
+        plural = "s" if len(keys) > 1 else ""
+        names = ", ".join(keys)
+        raise _RefusedError(f"the lambda must take {len(keys)} plain argument{plural}, one for each of {names}", node)
+    return tuple(argument.arg for argument in found.args)
+
+
+def _check(node: ast.expr, names: set[str], depth: int) -> None:
+    """Refuse everything that is not listed in `_fault`."""
+    fault = "it is nested too deeply" if depth > MAX_DEPTH else _fault(node, names)
+    if fault:
+        raise _RefusedError(fault, node)
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            _check(child, names, depth + 1)
+
+
+def _fault(node: ast.expr, names: set[str]) -> str | None:
+    match node:
+        case ast.Name():
+            known = " and ".join(sorted(names - {"_"})) or "none"
+            return None if node.id in names else f"the name {node.id} is unknown; known here: {known}"
+        case ast.Constant(value=None | bool() | str()) | ast.BoolOp() | ast.List() | ast.Tuple():
+            return None
+        case ast.Constant(value=int() | float() as number):
+            return None if abs(number) < LARGEST else "the number is too large"
+        case ast.Constant():
+            return f"a constant of type {type(node.value).__name__} is not allowed"
+        case ast.BinOp(op=ast.Pow(), right=exponent):
+            is_small = isinstance(exponent, ast.Constant) and exponent.value in range(MAX_EXPONENT + 1)
+            return None if is_small else f"an exponent must be a whole number from 0 to {MAX_EXPONENT}"
+        case ast.BinOp() | ast.UnaryOp():
+            return None if type(node.op) in _OPERATORS else "this operator is not allowed"
+        case ast.Compare():
+            pairs = zip(node.ops, node.comparators, strict=True)
+            odd = any(isinstance(op, ast.Is | ast.IsNot) and not _is_word(right) for op, right in pairs)
+            return "`is` is for None, True and False; compare by ==" if odd else None
+    return f"{type(node).__name__.lower()}s are not allowed"
+
+
+def _is_word(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, bool | None)
+
+
+def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
+    """Compute a checked tree."""
+    match node:
+        case ast.Name():
+            return values[node.id]
+        case ast.Constant():
+            return node.value
+        case ast.BinOp():
+            left, right = _number(_value(node.left, values)), _number(_value(node.right, values))
+            return _OPERATORS[type(node.op)](left, right)
+        case ast.UnaryOp():
+            value = _value(node.operand, values)
+            return _OPERATORS[type(node.op)](value if isinstance(node.op, ast.Not) else _number(value))
+        case ast.BoolOp():
+            return _decided(node, values)
+        case ast.Compare():
+            return _compared(node, values)
+        case ast.List() | ast.Tuple():
+            return [_value(element, values) for element in node.elts]
+    raise AssertionError(f"{type(node).__name__} was checked before")
+
+
+def _number(value: Any) -> int | float:
+    """Refuse what is not a number of ordinary size: texts and lists would grow by arithmetic."""
+    if not isinstance(value, int | float):
+        raise TypeError(f"{type(value).__name__} is no number")
+    if not abs(value) < LARGEST:
+        raise OverflowError("too large to compute with")
+    return value
+
+
+def _decided(node: ast.BoolOp, values: Mapping[str, Any]) -> Any:
+    """Return the first operand that decides, as Python's and/or do, else the last."""
+    for operand in node.values:
+        value = _value(operand, values)
+        if bool(value) is isinstance(node.op, ast.Or):
+            break
+    return value
+
+
+def _compared(node: ast.Compare, values: Mapping[str, Any]) -> bool:
+    left = _value(node.left, values)
+    for op, comparator in zip(node.ops, node.comparators, strict=True):
+        right = _value(comparator, values)
+        if not _OPERATORS[type(op)](left, right):
+            return False
+        left = right
+    return True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,33 +32,30 @@ class S3(Store):
         self._client = PerProcess(partial(_new_client, self.parallel_reads))
 
     def prepare(self) -> None:
-        """Make this process's client: making one is not safe for threads, using one is."""
+        """See `Store.prepare`: making a client is not safe for threads, using one is."""
         self._client()
 
     def stat(self, url: str) -> StoredObject:
-        """Ask for size and ETag."""
+        """See `Store.stat`: ask for size and ETag."""
         (bucket, key), client = _place(url), self._client()
-        head = _asked(lambda: client.head_object(Bucket=bucket, Key=key), "asking for", url)
+        head = _ask(lambda: client.head_object(Bucket=bucket, Key=key), "asking for", url)
         return StoredObject(url=url, size=head["ContentLength"], version=head["ETag"])
 
     def read(self, item: StoredObject, start: int, size: int) -> bytes:
-        """Read a range, again where a connection was cut."""
+        """See `Store.read`; a range is read again where a connection was cut."""
         if size == 0:
             return b""
         client = self._client()
-        return _asked(lambda: _read_once(client, item, start, size), "reading", item.url)
+        return _ask(lambda: _read_once(client, item, start, size), "reading", item.url)
 
     def list_prefix(self, url: str) -> list[StoredObject]:
         """Return every object whose key begins with the prefix of `s3://bucket/prefix`, sorted. Raises as `stat`."""
         bucket, prefix = _place(url)
         pages = self._client().get_paginator("list_objects_v2")
         every = "Contents || `[]`"  # no key where there is no object
-        found = _asked(lambda: list(pages.paginate(Bucket=bucket, Prefix=prefix).search(every)), "asking for", url)
-        items = [
-            StoredObject(url=f"{SCHEME}{bucket}/{entry['Key']}", size=entry["Size"], version=entry["ETag"])
-            for entry in found
-        ]
-        return sorted(items, key=lambda item: item.url)
+        found = _ask(lambda: list(pages.paginate(Bucket=bucket, Prefix=prefix).search(every)), "asking for", url)
+        url_of = {f"{SCHEME}{bucket}/{entry['Key']}": entry for entry in found}
+        return [StoredObject(url=key, size=url_of[key]["Size"], version=url_of[key]["ETag"]) for key in sorted(url_of)]
 
 
 def _new_client(connections: int) -> Any:
@@ -89,30 +86,26 @@ def _read_once(client: Any, item: StoredObject, start: int, size: int) -> bytes:
     stop = start + size - 1
     answer = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{stop}")
     with contextlib.closing(answer["Body"]) as body:
-        _check_range(answer, item, f"bytes {start}-{stop}/{item.size}")
+        if answer["ETag"] != item.version:
+            raise RunError(
+                f"{item.url} changed during the run: its ETag was {item.version} and is {answer['ETag']}; put the"
+                " object back, or start another run with a new run.name"
+            )
+        status, given = answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentRange")
+        if status != 206 or given != f"bytes {start}-{stop}/{item.size}":
+            raise RunError(
+                f"{item.url}: the server answered {status} with {given or 'no range'} where bytes {start}-{stop}/"
+                f"{item.size} was asked for (206): it does not support ranged reads; use another server or gateway, or"
+                " copy the data to a disk"
+            )
         content = bytes(body.read())
     if len(content) != size:
         raise PassingError(f"{len(content)} of {size} bytes came")
     return content
 
 
-def _check_range(answer: dict[str, Any], item: StoredObject, wanted: str) -> None:
-    """Raise where the answer is not the range that was asked for, of the object that was indexed."""
-    if answer["ETag"] != item.version:
-        raise RunError(
-            f"{item.url} changed during the run: its ETag was {item.version} and is {answer['ETag']}; put the object"
-            " back, or start another run with a new run.name"
-        )
-    status, given = answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentRange")
-    if status != 206 or given != wanted:
-        raise RunError(
-            f"{item.url}: the server answered {status} with {given or 'no range'} where {wanted} was asked for (206):"
-            " it does not support ranged reads; use another server or gateway, or copy the data to a disk"
-        )
-
-
-def _asked(ask: Callable[[], T], verb: str, url: str) -> T:
-    """Return an answer; ask again after failures that may pass. Raises as `Store`; no message holds credentials."""
+def _ask(ask: Callable[[], T], verb: str, url: str) -> T:
+    """Return an answer; ask again after failures that may pass. No message contains credentials."""
     from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
     from botocore.exceptions import ConnectionError as NoConnectionError
 
@@ -120,16 +113,16 @@ def _asked(ask: Callable[[], T], verb: str, url: str) -> T:
         try:
             return ask()
         except ClientError as error:
-            code = str(error.response.get("Error", {}).get("Code", "unknown"))
-            status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-            raise _refusal(url, status, code) from error
+            raise _refusal(url, error.response) from error
         except (HTTPClientError, NoConnectionError, IncompleteReadError) as error:
             raise PassingError(f"{type(error).__name__}: {error}") from error
 
     return try_again(attempt, what=f"{verb} {url}")
 
 
-def _refusal(url: str, status: int, code: str) -> Exception:
+def _refusal(url: str, answer: Mapping[str, Any]) -> Exception:
+    code = str(answer.get("Error", {}).get("Code", "unknown"))
+    status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     if status >= 500 or status == 429 or code in _PASSING_CODES:
         return PassingError(f"the server answered {status} {code}")
     if status == 404:

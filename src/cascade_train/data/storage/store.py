@@ -1,7 +1,4 @@
-"""The contract of a byte store, from which objects are read by range, and local files as one.
-
-Sources decide what the bytes mean, and which object a sample lies in.
-"""
+"""The contract of a byte store, from which objects are read by range, and local files as one."""
 
 from __future__ import annotations
 
@@ -52,18 +49,15 @@ class Store(abc.ABC):
     def stat(self, url: str) -> StoredObject:
         """Return size and version of an object.
 
-        Raises:
-            ConfigError: it is not there, or may not be read.
-            RunError: the store cannot be reached.
+        A ConfigError where it is not there or may not be read, a RunError where the store cannot be reached.
         """
 
     @abc.abstractmethod
     def read(self, item: StoredObject, start: int, size: int) -> bytes:
         """Read exactly `size` bytes from `start`.
 
-        Raises:
-            OSError: a local file cannot be read, or ended early.
-            RunError: the object changed, or the store did not answer as it must, also after trying again.
+        An OSError where a local file cannot be read or ended early, a RunError where the object changed, or the store
+        did not answer as it must, also after trying again.
         """
 
     def open(self, item: StoredObject) -> BinaryIO:
@@ -78,7 +72,6 @@ class PerProcess(Generic[T]):
     """What each process makes for itself at its first use, since it must cross neither a fork nor a pickle."""
 
     def __init__(self, make: Callable[[], T]) -> None:
-        """Store what makes it; picklable where the owner is pickled."""
         self._make = make
         self._made: tuple[int, T] | None = None
 
@@ -99,13 +92,13 @@ class LocalFiles(Store):
         self._descriptors = PerProcess[dict[str, int]](dict)
 
     def stat(self, url: str) -> StoredObject:
-        """Return size and time of change of a file."""
+        """See `Store.stat`."""
         found = Path(url).stat()
         return StoredObject(url=url, size=found.st_size, version=str(found.st_mtime_ns))
 
     def read(self, item: StoredObject, start: int, size: int) -> bytes:
-        """Read at a place, whatever else is being read from the file."""
-        content = os.pread(self.descriptor(item.url), size, start)
+        """See `Store.read`; safe for threads."""
+        content = b""
         while len(content) < size:  # the system reads at most 2 GiB at once
             end = start + len(content)
             more = os.pread(self.descriptor(item.url), size - len(content), end)
@@ -115,7 +108,7 @@ class LocalFiles(Store):
         return content
 
     def open(self, item: StoredObject) -> BinaryIO:
-        """Open the file."""
+        """See `Store.open`."""
         return Path(item.url).open("rb")
 
     def descriptor(self, path: str) -> int:
@@ -158,15 +151,16 @@ def try_again(attempt: Callable[[], T], *, what: str) -> T:
     Waits between attempts are drawn between nothing and a bound that doubles, so that many readers spread out.
     `what` names the attempt in messages: "reading s3://bucket/a.tar".
     """
-    for number in range(ATTEMPTS):
+    number, longest_wait = 1, _FIRST_WAIT_SECONDS
+    while True:
         try:
             return attempt()
         except PassingError as error:
-            last = error
-            if number + 1 < ATTEMPTS:
-                _log.debug("%s failed (%s), attempt %d of %d", what, error, number + 1, ATTEMPTS)
-                time.sleep(_chance.uniform(0, min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2**number)))
-    raise RunError(f"{what} failed {ATTEMPTS} times: {last}") from last
+            if number == ATTEMPTS:
+                raise RunError(f"{what} failed {ATTEMPTS} times: {error}") from error
+            _log.debug("%s failed (%s), attempt %d of %d", what, error, number, ATTEMPTS)
+        time.sleep(_chance.uniform(0, longest_wait))
+        number, longest_wait = number + 1, min(_LONGEST_WAIT_SECONDS, 2 * longest_wait)
 
 
 class _ObjectFile(io.RawIOBase):
@@ -180,9 +174,6 @@ class _ObjectFile(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._item.size}[whence]

@@ -1,7 +1,6 @@
-"""The tars that `data.urls` names: where each lies, its size and version, and how it can be read.
+"""The tars that `data.urls` names: paths, `s3://bucket/key.tar`, `s3://bucket/prefix`, or `pipe:command`.
 
-A url is a path, `s3://bucket/key.tar`, `s3://bucket/prefix`, or `pipe:command`. A prefix is listed here, once for a
-run: what was found is written down, and a resume reads it there.
+A prefix is listed once for a run: what was found is written down, and a resume reads it there.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from typing import Any, BinaryIO
 
 from braceexpand import UnbalancedBracesError, braceexpand
 
+from cascade_train.data.index.rows import first_names
 from cascade_train.data.storage.s3 import S3, SCHEME
 from cascade_train.data.storage.store import LocalFiles, Store, StoredObject
 from cascade_train.data.tar.members import PARTS
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
-from cascade_train.files.stored import parsing
-from cascade_train.files.untrusted import open_regular, read_json
+from cascade_train.files.untrusted import open_regular, parsing, read_json
 from cascade_train.redaction import LONGEST_REASON, redact, redact_argument, shortened
 
 PIPE = "pipe:"
@@ -51,12 +50,12 @@ class Tar:
 
     @property
     def parts(self) -> dict[str, str]:
-        """What is read of a sample beside its picture, by its extension."""
+        """Extensions of the files of a sample that are read beside its picture."""
         return {**PARTS, "caption": self.caption}
 
     @property
     def compression(self) -> str | None:
-        """How the tar is compressed, by its name; None = it is not, or by a pipe's command."""
+        """How the tar is compressed, by its name; None = not, or by a pipe's command."""
         return None if self.store is None else COMPRESSIONS.get(Path(self.item.name).suffix.lower())
 
     @property
@@ -65,8 +64,8 @@ class Tar:
         return not isinstance(self.store, LocalFiles)
 
     @property
-    def has_places(self) -> bool:
-        """Whether samples can be read at their place, so that the tar can be indexed."""
+    def is_indexable(self) -> bool:
+        """Whether samples can be read at their offset."""
         return self.store is not None and self.compression is None
 
     @property
@@ -80,18 +79,18 @@ class Tar:
         return redact(self.item.url) if self.store is None else self.item.name
 
     def read(self, start: int, size: int) -> bytes:
-        """Read a range. See `Store.read`."""
-        assert self.store is not None, f"{self.name} is a pipe: it has no places"
+        """Read a range of a stored tar. See `Store.read`."""
+        assert self.store is not None
         return self.store.read(self.item, start, size)
 
     def open(self) -> BinaryIO:
-        """Open the stored bytes as a file. See `Store.open`."""
-        assert self.store is not None, f"{self.name} is a pipe: it is run"
+        """Open a stored tar as a file. See `Store.open`."""
+        assert self.store is not None
         return self.store.open(self.item)
 
 
 class Listings:
-    """What prefixes held when the run began, kept in a file; without a path they are listed at every start."""
+    """The tars below prefixes when the run began, kept in a file; without a path they are listed at every start."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -102,11 +101,13 @@ class Listings:
         listed = [item for item in store.list_prefix(prefix) if item.url.lower().endswith(_ENDS)]
         if not listed:
             raise ConfigError(f"data.urls={prefix} holds no tar; check bucket and prefix, and that names end in .tar")
-        _warn_of_outside(prefix, listed)
+        outside = [item for item in listed if not item.url.startswith(f"{prefix.rstrip('/')}/")]
+        if 0 < len(outside) < len(listed):
+            text = "data.urls=%s also takes %d tars outside of the folder, such as %s: write %s/ for the folder alone"
+            _log.warning(text, prefix, len(outside), outside[0].url, prefix)
         known, now = self._read().get(prefix, listed), set(listed)
         self._found[prefix] = known
-        lost = [item.name for item in known if item not in now]
-        if lost:
+        if lost := [item.name for item in known if item not in now]:
             raise ConfigError(
                 f"data.urls={prefix}: {len(lost)} of the {len(known)} tars that the run began with are gone or changed"
                 f" ({', '.join(lost[:5])}); put them back, or remove {self._path} to take the prefix as it is now"
@@ -117,7 +118,7 @@ class Listings:
         return known
 
     def write(self) -> None:
-        """Keep what was listed, beside what other sources of the run wrote; called once a run is claimed."""
+        """Write what was listed, beside what other sources of the run wrote; called once a run is claimed."""
         if self._path is None or not self._found:
             return
         lists = {**self._read(), **self._found}
@@ -133,14 +134,6 @@ class Listings:
             return {prefix: [StoredObject(**item) for item in items] for prefix, items in content.items()}
 
 
-def _warn_of_outside(prefix: str, listed: list[StoredObject]) -> None:
-    """Warn where a prefix without a slash at the end takes more than the folder of that name."""
-    outside = [item for item in listed if not item.url.startswith(f"{prefix.rstrip('/')}/")]
-    if 0 < len(outside) < len(listed):
-        text = "data.urls=%s also takes %d tars outside of the folder, such as %s: write %s/ for the folder alone"
-        _log.warning(text, prefix, len(outside), outside[0].url, prefix)
-
-
 def expand_urls(urls: str | list[str]) -> list[str]:
     """Expand brace patterns, `file:` and `~` in one entry or a list of them: one url per tar or prefix, in order."""
     patterns = [urls] if isinstance(urls, str) else urls
@@ -153,7 +146,16 @@ def check_urls(urls: str | list[str]) -> list[str]:
     paths = [Path(entry) for entry in entries if not entry.startswith((PIPE, SCHEME))]
     missing = [path for path in paths if not path.is_file()]
     if missing:
-        raise ConfigError(_missing_text([urls] if isinstance(urls, str) else urls, missing, len(paths)))
+        given = ",".join(map(redact_argument, [urls] if isinstance(urls, str) else urls))
+        remedy = f"Paths are relative to the current folder, {Path.cwd()}"
+        if missing[0].is_dir():
+            remedy = f"{missing[0]} is a folder: name the tar files in it, as in {missing[0]}/{{000..005}}.tar"
+        elif any("*" in path.name for path in missing):
+            remedy = "Name them by braces, as in shard-{000..005}.tar, or as a list"
+        raise ConfigError(
+            f"data.urls={shortened(given, LONGEST_REASON)}: {len(missing)} of {len(paths)} tar files not found:"
+            f" {first_names(map(str, missing), 3)}. {remedy}"
+        )
     return entries
 
 
@@ -171,21 +173,19 @@ def find_tars(urls: str | list[str], listings: Listings) -> list[Tar]:
             tars.append(Tar(item=StoredObject(url=entry, size=0, version=""), store=None))
         elif _is_prefix(entry):
             tars += [Tar(item=item, store=s3) for item in listings.below(entry, s3)]
+        elif entry.lower().endswith(_UNREAD_COMPRESSIONS):
+            raise ConfigError(
+                f"data.urls: {entry} is compressed in a way that is not read here; stream it, as in"
+                f" 'pipe:zstd -dc {Path(entry).name}', or decompress it"
+            )
         elif entry in heads:
             tars.append(Tar(item=heads[entry], store=s3))
         else:
             tars.append(Tar(item=local.stat(entry), store=local))
-    for tar in tars:
-        if tar.store is not None and tar.item.name.lower().endswith(_UNREAD_COMPRESSIONS):
-            raise ConfigError(
-                f"data.urls: {tar.item.url} is compressed in a way that is not read here; stream it, as in"
-                f" 'pipe:zstd -dc {tar.item.name}', or decompress it"
-            )
     return tars
 
 
 def _is_prefix(url: str) -> bool:
-    """Return whether a url is an S3 prefix, which is listed: whatever does not end as a tar does."""
     return url.startswith(SCHEME) and not url.lower().endswith((*_ENDS, *_UNREAD_COMPRESSIONS))
 
 
@@ -218,14 +218,3 @@ def _normal(url: str) -> str:
     raise ConfigError(
         f"data.urls={url} has a scheme that is not read, {scheme[1]}: (paths, file:, s3:// and pipe: are); {remedy}"
     )
-
-
-def _missing_text(patterns: list[str], missing: list[Path], total: int) -> str:
-    shown = ", ".join(str(path) for path in missing[:3]) + (", ..." if len(missing) > 3 else "")
-    given = shortened(",".join(map(redact_argument, patterns)), LONGEST_REASON)
-    text = f"data.urls={given}: {len(missing)} of {total} tar files not found: {shown}."
-    if missing[0].is_dir():
-        return f"{text} {missing[0]} is a folder: name the tar files in it, as in {missing[0]}/{{000..005}}.tar"
-    if any("*" in path.name for path in missing):
-        return f"{text} Name them by braces, as in shard-{{000..005}}.tar, or as a list"
-    return f"{text} Paths are relative to the current folder, {Path.cwd()}"

@@ -1,7 +1,6 @@
 """What is read from one tar before training, and its cache on disk: the index of its samples, verdicts of row filters.
 
-Payloads are skipped, except for the beginning of each picture, whose header gives its size, and the json that filters
-judge.
+Of the files, only their beginnings are read, and the json that filters judge.
 """
 
 from __future__ import annotations
@@ -17,11 +16,16 @@ from pathlib import Path
 
 import numpy as np
 
-from cascade_train.data.index.cache import cache_file, default_cache_dir, read_cache, user_cache_dir, write_cache
-from cascade_train.data.index.content import ABSENT, BEGINNING_BYTES, checksum
-from cascade_train.data.index.pictures import header_facts
+from cascade_train.data.index.cache import (
+    cache_file,
+    default_cache_dir,
+    header_facts,
+    read_cache,
+    user_cache_dir,
+    write_cache,
+)
 from cascade_train.data.index.row_filter import RowFilters
-from cascade_train.data.index.rows import ROW_FIELDS
+from cascade_train.data.index.rows import ABSENT, BEGINNING_BYTES, ROW_FIELDS, checksum
 from cascade_train.data.tar.files import Tar
 from cascade_train.data.tar.members import IMAGE_EXTENSIONS, PARTS, Dropped, Forward, Member, samples
 from cascade_train.errors import ConfigError
@@ -64,13 +68,16 @@ def load_shard(tar: Tar, cache_dir: Path | None) -> ShardIndex:
 def scan_shard(tar: Tar) -> ShardIndex:
     """Build the index of a tar from its headers.
 
-    Raises:
-        ConfigError: the tar is empty, compressed, damaged, not sorted by key, or holds no usable sample.
-        RunError: its store fails.
+    A ConfigError where the tar is empty, compressed, damaged, not sorted by key, or has no usable sample.
     """
     rows, keys, checksums, dropped = [], [], [], Dropped(caption=tar.caption)
     with tar.open() as file:
-        _refuse_compressed(tar, file.read(5))
+        head = file.read(5)
+        for name in (name for magic, name in _COMPRESSED.items() if head.startswith(magic)):
+            raise ConfigError(
+                f"data.urls: {tar.item.url} is compressed ({name}), so that samples have no place to be read at;"
+                " decompress it (pictures gain nothing from it), or name it .tar.gz, .tar.bz2 or .tar.xz to stream it"
+            )
         file.seek(0)
         for key, found in samples(
             tar.item.url, Forward(file, seekable=True), partial(_facts, set(tar.parts.values())), dropped
@@ -97,31 +104,30 @@ def load_verdicts(
 
     A json of more than `largest` bytes counts as none. Raises as `load_shard`.
     """
-    index = _cache_file(tar, cache_dir)
-    is_limited = largest is not None and bool((shard.table["json_bytes"] > largest).any())
-    limit = f"-{largest}" if is_limited else ""
+    sizes = shard.table["json_bytes"].astype(np.int64)
+    is_too_large = sizes > (np.iinfo(np.int64).max if largest is None else largest)
+    index, limit = _cache_file(tar, cache_dir), f"-{largest}" if is_too_large.any() else ""
     cached = index.with_name(f"{index.stem}-filters-{filters.identity}{limit}.npz")
     verdicts = (read_cache(cached) or {}).get("verdicts")
     if verdicts is None or verdicts.shape != (len(shard.table), 1 + len(filters)):
-        verdicts = judge_shard(tar, shard, filters, largest)
+        sizes[is_too_large] = 0
+        verdicts = judge_shard(tar, shard.table["json_start"].tolist(), sizes.tolist(), filters)
         write_cache(cached, {"verdicts": verdicts}, required=cache_dir is not None)
     return verdicts
 
 
-def judge_shard(tar: Tar, shard: ShardIndex, filters: RowFilters, largest: int | None) -> np.ndarray:
-    """Read every sample's json once and judge it. See `load_verdicts`."""
-    verdicts = np.zeros((len(shard.table), 1 + len(filters)), dtype=np.uint8)
+def judge_shard(tar: Tar, starts: list[int], sizes: list[int], filters: RowFilters) -> np.ndarray:
+    """Read every sample's json once, none where its size is 0, and judge it. See `load_verdicts`."""
+    verdicts = np.zeros((len(starts), 1 + len(filters)), dtype=np.uint8)
     with tar.open() as file:
-        for row, entry in enumerate(shard.table):
-            file.seek(int(entry["json_start"]))
-            size = int(entry["json_bytes"])
-            is_read = size > 0 and (largest is None or size <= largest)
-            verdicts[row] = filters.verdicts(file.read(size) if is_read else None)
+        for row, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            file.seek(start)
+            verdicts[row] = filters.verdicts(file.read(size) if size else None)
     return verdicts
 
 
 def _cache_file(tar: Tar, cache_dir: Path | None) -> Path:
-    """Return where the index of a tar is kept; the name changes with the tar."""
+    """Return the file of a tar's cached index; its name changes with the tar."""
     if cache_dir is None:
         cache_dir = user_cache_dir() if tar.is_remote else default_cache_dir(Path(tar.item.url))
     place = tar.item.url if tar.is_remote else Path(tar.item.url).resolve()
@@ -158,15 +164,6 @@ def _one_reader(cached: Path, tar: Tar) -> Iterator[None]:
         yield
     with suppress(OSError):  # where nothing may be removed, the empty file stays
         lock.unlink(missing_ok=True)
-
-
-def _refuse_compressed(tar: Tar, head: bytes) -> None:
-    for magic, name in _COMPRESSED.items():
-        if head.startswith(magic):
-            raise ConfigError(
-                f"data.urls: {tar.item.url} is compressed ({name}), so that samples have no place to be read at;"
-                " decompress it (pictures gain nothing from it), or name it .tar.gz, .tar.bz2 or .tar.xz to stream it"
-            )
 
 
 def _facts(parts: Collection[str], member: Member) -> tuple[int, int, int, int, int]:

@@ -1,7 +1,4 @@
-"""Tars of the webdataset layout: samples read forward from any file, what their files mean, and how they are written.
-
-Nothing is unpacked: names are keys, not paths.
-"""
+"""Tars of the webdataset layout: samples read forward from any file, the meaning of their files, and writing them."""
 
 from __future__ import annotations
 
@@ -9,14 +6,14 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from cascade_train.data.index.row_filter import read_metadata
 from cascade_train.data.index.rows import LONGEST_KEY
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import replacing
-from cascade_train.files.stored import parsing
+from cascade_train.files.untrusted import parsing
 from cascade_train.redaction import LONGEST_NAME, printable, shortened
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -31,7 +28,7 @@ T = TypeVar("T")
 
 
 class Forward:
-    """A file that is read from its beginning to its end, as tarfile needs it; skips seek where the file can."""
+    """A file for tarfile that is read from its beginning to its end; skips seek where the file can."""
 
     def __init__(self, file: IO[bytes], *, seekable: bool) -> None:
         self.position = 0
@@ -66,8 +63,7 @@ class Forward:
         return b"".join(parts)
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """A regular file of a tar."""
 
     key: str
@@ -111,10 +107,8 @@ def samples(
 ) -> Iterator[tuple[str, dict[str, T]]]:
     """Yield key and parts ("image", "caption", "json", "mask") of each sample that has a picture and a caption.
 
-    `take` makes the part of a file; it is called with each file once, while its bytes can be read.
-
-    Raises:
-        ConfigError: the tar is damaged or cut short, or a key's files are not neighbours.
+    `take` makes the part of a file; it is called with each file once, while its bytes can be read. A ConfigError where
+    the tar is damaged or cut short, or a key's files are not neighbours.
     """
     for key, files in _grouped(name, file, take):
         image = next((extension for extension in IMAGE_EXTENSIONS if extension in files), None)
@@ -126,7 +120,6 @@ def samples(
 
 
 def _grouped(name: str, file: Forward, take: Callable[[Member], T]) -> Iterator[tuple[str, dict[str, T]]]:
-    """Yield each key with what `take` makes of its files, by extension. Files of a key must be neighbours."""
     seen: set[str] = set()
     current, files = "", dict[str, T]()
     for member in _members(name, file):
@@ -159,7 +152,6 @@ def key_and_extension(name: str) -> tuple[str, str] | None:
 
 
 def _members(name: str, file: Forward) -> Iterator[Member]:
-    """Yield each regular file that has an extension."""
     with (
         parsing(f"data.urls: {name}", "is not a readable tar file", "write or copy it again", passing=OSError),
         tarfile.open(fileobj=file, mode="r:") as tar,  # type: ignore[call-overload] # it needs no more than this
@@ -172,12 +164,8 @@ def _members(name: str, file: Forward) -> Iterator[Member]:
             named = key_and_extension(entry.name)
             if named is not None and entry.isreg() and not entry.issparse():
                 yield Member(named[0], named[1].lower(), entry.offset_data, entry.size, file)
-        _refuse_unended(name, file, tar.offset)
-
-
-def _refuse_unended(name: str, file: Forward, end: int) -> None:
-    """Check that the tar ends where its members do: tarfile stops in silence where a header is cut short."""
-    if file.position - end < tarfile.BLOCKSIZE:
+        end = tar.offset
+    if file.position - end < tarfile.BLOCKSIZE:  # tarfile stops in silence where a header is cut short
         raise ConfigError(f"data.urls: {name} is cut short: it has no end mark. Copy or write it again")
     if any(file.payload(_LONGEST_PADDING)):
         raise ConfigError(
@@ -187,10 +175,7 @@ def _refuse_unended(name: str, file: Forward, end: int) -> None:
 
 
 def raw_sample(parts: Mapping[str, bytes], key: str, *, needs_values: bool) -> RawSample:
-    """Return the sample that these files make: "image", "caption" and, where they are there, "json" and "mask".
-
-    An UnreadableSampleError where the caption is no text, or a json that is needed cannot be read.
-    """
+    """Return the sample of these files: "image", "caption" and, where they are there, "json" and "mask"."""
     values = read_metadata(parts["json"]) if needs_values and "json" in parts else {}
     if values is None:
         raise UnreadableSampleError("it has no readable json, which data.captions asks for")

@@ -17,7 +17,7 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 
 @cache
 def code_values(signed: bool, device: torch.device) -> Tensor:
-    """Return what the 256 codes stand for, ascending, in [-1, 1] or [0, 1] (dynamic tree quantisation).
+    """Return the values of the 256 codes, ascending, in [-1, 1] or [0, 1] (dynamic tree quantisation).
 
     A code has an exponent of ten and, the larger that is, the more bits of a fraction (Dettmers et al. 2022, 1.3).
     Here no code of [0, 1] is 0: the second moment divides.
@@ -54,9 +54,6 @@ class AdamW8bit(Optimizer):
     Kernels, biases, norms and narrow rows, whose second dimension is no multiple of the block, have moments in fp32.
 
     Args:
-        params: parameters, or groups of them; shards as plain tensors.
-        lr: learning rate.
-        weight_decay: decoupled.
         betas: of both moments, in [0, 1).
         eps: added to the denominator.
         block_size: numbers of a row that share a scale.
@@ -109,7 +106,7 @@ class AdamW8bit(Optimizer):
                 self.state[parameter] |= {f"{name}_codes": codes, f"{name}_scales": scales}
 
     def _moment(self, parameter: nn.Parameter, name: str) -> Tensor:
-        """Return a moment in fp32: the state itself, or what its codes stand for."""
+        """Return a moment in fp32."""
         state = self.state[parameter]
         if f"{name}_codes" in state:
             return decode(state[f"{name}_codes"], state[f"{name}_scales"], signed=MOMENTS[name])

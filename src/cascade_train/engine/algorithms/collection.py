@@ -1,7 +1,4 @@
-"""Algorithms of the collection pytorch_optimizer, with the arguments that have a use here.
-
-The collection's own constructors take and forget any argument; these know what they take.
-"""
+"""Algorithms of the collection pytorch_optimizer, whose own constructors take and ignore any argument."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ class _ByElement:
 
     @staticmethod
     def by_element(name: str, parameter: nn.Parameter) -> bool:
-        """Return that it is so for every parameter."""
         return True
 
 
@@ -34,7 +30,6 @@ class Lion(_ByElement, pytorch_optimizer.Lion):
     """The sign of a momentum, with one moment (Chen et al. 2023).
 
     Args:
-        params: parameters, or groups of them.
         lr: learning rate, 3 to 10 times smaller than AdamW's.
         weight_decay: decoupled, 3 to 10 times larger than AdamW's.
         betas: of the update and of the momentum, in [0, 1).
@@ -51,9 +46,6 @@ class Came(pytorch_optimizer.CAME):
     """Factored second moments, with a momentum guided by its confidence (Luo et al. 2023).
 
     Args:
-        params: parameters, or groups of them.
-        lr: learning rate.
-        weight_decay: decoupled.
         betas: of the momentum, the squared gradients and the squared residuals, in [0, 1).
         clip_threshold: root mean square above which an update is scaled down.
         foreach: all tensors at once: fewer launches, more temporary memory.
@@ -72,12 +64,7 @@ class Came(pytorch_optimizer.CAME):
         foreach: bool,
     ) -> None:
         super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            clip_threshold=clip_threshold,
-            foreach=foreach,
+            params, lr=lr, betas=betas, weight_decay=weight_decay, clip_threshold=clip_threshold, foreach=foreach
         )
 
 
@@ -85,9 +72,7 @@ class Prodigy(pytorch_optimizer.Prodigy):
     """AdamW whose step size is estimated from the distance that the weights have gone (Mishchenko and Defazio 2024).
 
     Args:
-        params: parameters, or groups of them.
         lr: factor on the estimated step size; 1.
-        weight_decay: decoupled.
         betas: of both moments, in [0, 1).
         eps: added to the denominator, times the estimate.
         d0: first estimate of the distance.
@@ -138,10 +123,9 @@ class Prodigy(pytorch_optimizer.Prodigy):
 class ScheduleFreeAdamW(_ByElement, pytorch_optimizer.ScheduleFreeAdamW):
     """AdamW that averages its weights and needs no schedule (Defazio et al. 2024).
 
-    What trains are interpolations between the weights that it steps and their average. The average is what counts.
+    It trains interpolations between the weights that it steps and their average; the result is the average.
 
     Args:
-        params: parameters, or groups of them.
         lr: learning rate; constant after a warmup.
         weight_decay: of the interpolated weights.
         betas: of the interpolation, in (0, 1), and of the squared gradients, in [0, 1).

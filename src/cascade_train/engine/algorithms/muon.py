@@ -13,7 +13,7 @@ from cascade_train.engine.optimizer import decays
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether Muon trains it: weights of linear layers, not kernels, norms, biases or tokens."""
+    """Return whether Muon trains a parameter: weights of linear layers, not kernels, norms, biases or tokens."""
     return parameter.ndim == 2 and decays(name, parameter)
 
 
@@ -21,9 +21,6 @@ class Muon(Optimizer):
     """Momentum made orthogonal for matrices (torch.optim.Muon; Jordan 2024, Liu et al. 2025); AdamW for the rest.
 
     Args:
-        params: groups of named parameters; one without a name is judged by its shape.
-        lr: learning rate of the matrices.
-        weight_decay: decoupled, of both.
         momentum: of Muon, in [0, 1).
         nesterov: whether Muon looks ahead by its momentum.
         ns_steps: Newton-Schulz iterations that make a matrix orthogonal.
@@ -53,7 +50,7 @@ class Muon(Optimizer):
         if lr_ratio <= 0:
             raise ValueError(f"lr_ratio={lr_ratio} must be positive.")
         groups = [each if isinstance(each, dict) else {"params": [each]} for each in params]
-        matrices, others = (_chosen(groups, wanted) for wanted in (True, False))
+        matrices, others = (_choose(groups, wanted) for wanted in (True, False))
         self._parts: list[Optimizer] = []
         if matrices:
             options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
@@ -83,7 +80,7 @@ class Muon(Optimizer):
                 group["lr"] = lr
 
 
-def _chosen(groups: Iterable[dict[str, Any]], matrices: bool) -> list[dict[str, Any]]:
+def _choose(groups: Iterable[dict[str, Any]], matrices: bool) -> list[dict[str, Any]]:
     """Return the groups with the matrices alone, or with all but them; empty ones are left out."""
     named = [(group, [each if isinstance(each, tuple) else ("", each) for each in group["params"]]) for group in groups]
     chosen: list[tuple[dict[str, Any], list[Tensor]]] = [

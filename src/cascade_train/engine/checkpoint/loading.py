@@ -1,7 +1,7 @@
-"""Reading torch's distributed checkpoints so that nothing in a file can run code: into tensors, or without a part.
+"""Reading torch's distributed checkpoints so that nothing in a file can run code.
 
-A checkpoint's table of contents is a pickle, and plain values are too: the first is read by an allow-list of classes,
-the others as weights. Sizes and hashes are compared before, by the manifest.
+A checkpoint's table of contents and its plain values are pickles: the first is read by an allow-list of classes, the
+others as weights. Sizes and hashes are compared before, by the manifest.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from cascade_train.distributed.consensus import from_every_rank
-from cascade_train.engine.checkpoint.folder import CheckpointFolder
-from cascade_train.engine.checkpoint.manifest import (
+from cascade_train.engine.checkpoint.folder import (
+    CheckpointFolder,
     Manifest,
     find_fault,
     hash_file,
@@ -54,9 +54,7 @@ _ALLOWED = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
 }
-"""What a table of contents consists of, beside dtypes: classes without effects."""
-
-_BLOCK = 2**24
+"""Classes without effects, of which a table of contents consists, beside dtypes."""
 
 
 class _TableUnpickler(pickle.Unpickler):
@@ -68,7 +66,7 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def read_table(path: Path, manifest: Manifest) -> Metadata:
-    """Return a checkpoint's table of contents; a RunError if it is missing, or holds or names what none does."""
+    """Return a checkpoint's table of contents; a RunError if it is missing or could run code."""
     table: Metadata
     try:
         with open_regular(path / TABLE_NAME) as file:
@@ -89,7 +87,7 @@ def read_table(path: Path, manifest: Manifest) -> Metadata:
 
 
 def optimizer_keys(table: Metadata) -> frozenset[str]:
-    """Return the flat keys of the optimizers' state, which `engine/phase.py` puts at `phases.<name>.optimizer`."""
+    """Return the flat keys of the optimizers' state, `phases.<name>.optimizer` of engine/phase.py."""
     return frozenset(key for key, path in table.planner_data.items() if _is_of_optimizer(path))
 
 
@@ -98,10 +96,10 @@ def _is_of_optimizer(path: Sequence[Any]) -> bool:
 
 
 def follow_groups(state: dict[str, Any], table: Metadata) -> None:
-    """Let `state` ask for the parameter groups that the checkpoint has, where these divide the same weights otherwise.
+    """Give `state` the checkpoint's parameter groups, if these divide the same weights otherwise.
 
-    So they do under another decay, and where a root has got or lost a learning rate of its own. An algorithm may have
-    groups of several kinds, by what they keep; other kinds are of another algorithm, and left to be refused.
+    That is so after a change of decay, or of a root's own learning rate. An algorithm may have groups of several kinds,
+    by what they keep; other kinds are of another algorithm, and are refused later.
     """
     stored: dict[str, dict[Any, dict[Any, None]]] = defaultdict(lambda: defaultdict(dict))
     for path in (table.planner_data or {}).values():
@@ -233,8 +231,7 @@ def _copy_rest(path: Path, hidden: Path, table: Metadata, dropped: frozenset[str
             for offset, index, info in sorted(entries, key=lambda entry: entry[0]):
                 moved[index] = dataclasses.replace(info, offset=target.tell())
                 source.seek(offset)
-                for start in range(0, info.length, _BLOCK):
-                    target.write(source.read(min(_BLOCK, info.length - start)))
+                target.write(source.read(info.length))
     return dataclasses.replace(
         table,
         storage_data=moved,

@@ -1,7 +1,4 @@
-"""The checkpoints of a run: directories that appear whole, verify themselves, and load on any number of ranks.
-
-What goes into a checkpoint is decided by the loop. Exports for other programs do not live here.
-"""
+"""The checkpoints of a run: directories that appear whole, verify themselves, and load on any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +7,9 @@ import dataclasses
 import logging
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,26 +17,22 @@ from typing import Any
 import torch.distributed as dist
 
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero, own_group
-from cascade_train.engine.checkpoint.folder import BEST, EVALUATED, CheckpointFolder, Retention, last_logged
-from cascade_train.engine.checkpoint.loading import drop_optimizer, load_files
-from cascade_train.engine.checkpoint.manifest import (
+from cascade_train.engine.checkpoint.folder import (
+    BEST,
+    EVALUATED,
     MANIFEST_NAME,
+    CheckpointFolder,
     FileRecord,
     Manifest,
+    Retention,
     find_fault,
     hash_file,
+    last_logged,
     read_manifest,
     write_manifest,
 )
-from cascade_train.engine.checkpoint.writing import (
-    Background,
-    HostMemory,
-    Layout,
-    Piece,
-    Snapshot,
-    check_space,
-    write_files,
-)
+from cascade_train.engine.checkpoint.loading import drop_optimizer, load_files
+from cascade_train.engine.checkpoint.writing import Background, HostMemory, Layout, Snapshot, check_space, write_files
 from cascade_train.errors import ConfigError, RunError
 
 log = logging.getLogger(__name__)
@@ -50,12 +45,9 @@ _SLOWEST_WRITE = timedelta(hours=2)
 class CheckpointStore:
     """The checkpoints of one run: `<directory>/step_<n>/`, on a file system that all ranks share.
 
-    Args:
-        directory: created at the first save.
-        retention: which ones stay; None = all.
-        metrics: the run's `metrics.jsonl`, which has the retention's metric.
-        asynchronous: `save` waits for copies on the host only, and a thread writes them. The constructor is collective
-            then: the threads of all ranks get a group of their own, so that their exchanges meet no other.
+    `metrics` is the run's `metrics.jsonl`, which has the retention's metric. With `asynchronous`, `save` waits for
+    copies on the host only, and a thread writes them; the constructor is collective then, since the threads of all
+    ranks get a group of their own, whose exchanges meet no other.
     """
 
     def __init__(
@@ -73,10 +65,11 @@ class CheckpointStore:
         self._memory = HostMemory()
         self._layout: Layout | None = None
         self._is_prepared = False
-        self._prepared: Piece | None = None
+        self._prepared: Future[None] | None = None
         self._group = own_group(_SLOWEST_WRITE) if asynchronous else None
         self._background = Background(name="checkpoints")
-        self._in_flight: Piece | None = None
+        self._in_flight: Future[None] | None = None
+        self._begun = 0.0
         self._has_warned = False
         self._slowest_seconds = 0.0
 
@@ -85,11 +78,7 @@ class CheckpointStore:
         if self._group is not None and not self._is_prepared:
             self._is_prepared = True
             tensors = state()
-
-            def plan() -> None:
-                self._plan(tensors)
-
-            self._prepared = self._background.begin(plan)
+            self._prepared = self._background.begin(lambda: self._plan(tensors))
 
     def _plan(self, tensors: dict[str, Any]) -> Snapshot:
         snapshot = Snapshot(tensors, self._layout)
@@ -101,10 +90,10 @@ class CheckpointStore:
     def save(self, step: int, tensors: dict[str, Any], facts: dict[str, Any]) -> Path:
         """Save the checkpoint of `step`, then apply retention; return its directory. Collective.
 
-        An asynchronous store returns once everything is copied to the host, and `wait` raises what fails later; an
-        earlier save is waited for first. A checkpoint of the same step is replaced once the new one is complete.
-        `tensors` is a nested dict of tensors (sharded or plain) and plain values, of the same keys on all ranks;
-        `facts` are JSON values, equal on all ranks, readable without tensors. A RunError, on all ranks, leaves nothing.
+        An asynchronous store returns once everything is copied to the host, after waiting for an earlier save; `wait`
+        raises what fails later. A checkpoint of the same step is replaced once the new one is complete. `tensors` is a
+        nested dict of tensors (sharded or plain) and plain values, of the same keys on all ranks; `facts` are JSON
+        values, equal on all ranks. A RunError, on all ranks, leaves nothing.
         """
         self.wait()
         if (prepared := self._prepared) is not None:
@@ -114,6 +103,7 @@ class CheckpointStore:
         hidden = self._folder.hidden(step, "saving")
         needed = from_every_rank(lambda: snapshot.bytes_needed)
         from_rank_zero(lambda: self._prepare(hidden, needed))
+        self._begun = time.monotonic()
         if self._group is None:
             self._write(hidden, snapshot, step, facts)
         else:
@@ -125,19 +115,19 @@ class CheckpointStore:
     @property
     def failed(self) -> bool:
         """Whether the unfinished save has failed on this rank; never waits. `wait` raises that on all ranks."""
-        return self._in_flight is not None and self._in_flight.failed
+        return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
 
     @property
     def save_seconds(self) -> float:
         """The longest time that a save took beside the loop on this rank; an unfinished one counts so far."""
-        return max(self._slowest_seconds, 0.0 if self._in_flight is None else self._in_flight.seconds)
+        is_writing = self._in_flight is not None and not self._in_flight.done()
+        return max(self._slowest_seconds, time.monotonic() - self._begun if is_writing else 0.0)
 
     def wait(self) -> None:
         """Finish the unfinished save, if there is one, and raise on all ranks what it raised. Collective then."""
         flight, self._in_flight = self._in_flight, None
         if flight is not None:
             from_every_rank(flight.result)
-            self._slowest_seconds = max(self._slowest_seconds, flight.seconds)
 
     def close(self) -> None:
         """Finish the unfinished save and only log if it failed: the run ends with another error. Not collective."""
@@ -156,8 +146,7 @@ class CheckpointStore:
     def newest(self, *, has_optimizer: bool = True) -> Path | None:
         """Return the checkpoint of the highest step that verifies, byte by byte; None = none does. For one rank.
 
-        Others are skipped with a warning; with `has_optimizer` also those without optimizer state, from which no run
-        can continue.
+        Others are skipped with a warning; with `has_optimizer` also those from which no run can continue.
         """
         self._folder.restore_replaced()
         for path in reversed(self._folder.visible().values()):
@@ -175,11 +164,10 @@ class CheckpointStore:
         return list(self._folder.visible())
 
     def load(self, path: Path, tensors: dict[str, Any], *, optimizer: bool = True) -> dict[str, Any]:
-        """Fill `tensors` in place from a checkpoint that verifies, and return its facts. Collective.
+        """Fill `tensors` in place from a checkpoint of any number of ranks, and return its facts. Collective.
 
-        The number of ranks may differ from that of the save; nothing in a checkpoint is run as code. Without
-        `optimizer`, the optimizers' state is neither in `tensors` nor read. A ConfigError for a checkpoint of another
-        model, or without optimizer state; a RunError for a file that is missing, unreadable, or could run code.
+        Without `optimizer`, the optimizers' state is neither in `tensors` nor read. A ConfigError for a checkpoint of
+        another model, or without optimizer state; a RunError for a file that is unreadable or could run code.
         """
         manifest = from_rank_zero(lambda: read_manifest(path))
         if optimizer and not manifest.has_optimizer:
@@ -210,6 +198,7 @@ class CheckpointStore:
             files = {name: record for records, _ in shares for name, record in records.items()}
             manifest = Manifest(step=step, files=files, facts=facts)
             from_rank_zero(lambda: self._publish(hidden, manifest), group=self._group)
+            self._slowest_seconds = max(self._slowest_seconds, time.monotonic() - self._begun)
         except Exception:
             if dist.get_rank() == 0:
                 shutil.rmtree(hidden, ignore_errors=True)

@@ -1,7 +1,4 @@
-"""From tensors to files: which rank writes what, copies in host memory, torch's distributed checkpoint, and a thread.
-
-Directories, manifests and retention belong to store.py.
-"""
+"""From tensors to files: which rank writes what, copies in host memory, torch's distributed checkpoint, a thread."""
 
 from __future__ import annotations
 
@@ -10,12 +7,10 @@ import io
 import math
 import shutil
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
@@ -49,7 +44,7 @@ _COPY_AHEAD = 10_000_000
 
 @dataclass(frozen=True)
 class Layout:
-    """All of a state but its values: the form of each by key, the keys that this rank writes, and how it does."""
+    """A state without its values: the form of each by key, the keys that this rank writes, and torch's plan."""
 
     form: Mapping[str, object]
     mine: Sequence[str]
@@ -59,8 +54,7 @@ class Layout:
 class Snapshot(DefaultSavePlanner):
     """What this rank writes of a state: its own shards, and an even part of those that several ranks hold alike.
 
-    Until `stage` is called it reads the state's own tensors; afterwards copies, so that training may go on. The state
-    is a nested dict of tensors (sharded or plain) and plain values, with the same keys on all ranks. The layout
+    Until `stage` is called it reads the state's own tensors; afterwards copies, so that training may go on. The layout
     of a state `before` is used again where this one has the same form.
     """
 
@@ -68,11 +62,11 @@ class Snapshot(DefaultSavePlanner):
         super().__init__()
         super().set_up_planner(dict(state))
         form = {key: _form(value) for key, value in self.state_dict.items()}
-        known = before if before is not None and before.form == form else None
-        mine = own_share(self.state_dict) if known is None else known.mine
+        again = before if before is not None and before.form == form else None
+        mine = own_share(self.state_dict) if again is None else again.mine
         self.state_dict = {key: self.state_dict[key] for key in mine}
         self.mappings = {key: self.mappings[key] for key in mine}
-        self.layout = Layout(form, mine, super().create_local_plan()) if known is None else known
+        self.layout = Layout(form, mine, super().create_local_plan()) if again is None else again
         self.staged = False
 
     @property
@@ -239,66 +233,43 @@ def check_space(directory: Path, bytes_by_rank: Iterable[int]) -> None:
         )
 
 
-class Piece(Future[None]):
-    """A piece of work for the thread, and its outcome: `result` waits for it, and raises what it raised."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._begun, self._ended = time.monotonic(), math.inf
-
-    @property
-    def failed(self) -> bool:
-        """Whether the work has ended in an error; never waits."""
-        return self.done() and self.exception() is not None
-
-    @property
-    def seconds(self) -> float:
-        """How long the work took, or has taken so far."""
-        return min(time.monotonic(), self._ended) - self._begun
-
-    def do(self, work: Callable[[], None]) -> None:
-        """Do the work and keep what it raises."""
-        try:
-            work()
-        except BaseException as error:
-            self._ended = time.monotonic()
-            self.set_exception(error)
-        else:
-            self._ended = time.monotonic()
-            self.set_result(None)
-
-
 class Background:
-    """A daemon thread that does one piece of work after the other; it starts with the first.
+    """A daemon thread that does one job after the other; it starts with the first.
 
-    One for all pieces, since the allocator keeps memory for each thread that there was. Data workers may be forked
+    One for all jobs, since the allocator keeps memory for each thread that there was. Data workers may be forked
     meanwhile: a child neither runs the thread nor unwinds its stack, so nothing that was buffered is written twice.
     """
 
     def __init__(self, *, name: str) -> None:
         self._name = name
-        self._pieces: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Future[None], Callable[[], object]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def begin(self, work: Callable[[], None]) -> Piece:
-        """Queue a piece of work; the thread computes on the device that is current when it starts."""
+    def begin(self, work: Callable[[], object]) -> Future[None]:
+        """Queue a job; the thread computes on the device that is current when it starts."""
         if self._thread is None:
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
             self._thread = threading.Thread(target=self._run, args=(device,), name=self._name, daemon=True)
             self._thread.start()
-        piece = Piece()
-        self._pieces.put(partial(piece.do, work))
-        return piece
+        job: Future[None] = Future()
+        self._jobs.put((job, work))
+        return job
 
     def end(self) -> None:
-        """Wait for all pieces and end the thread; the next piece starts another."""
+        """Wait for all jobs and end the thread; the next job starts another."""
         if self._thread is not None:
-            self._pieces.put(None)
+            self._jobs.put(None)
             self._thread.join()
             self._thread = None
 
     def _run(self, device: int | None) -> None:
         if device is not None:
             torch.cuda.set_device(device)  # each thread begins on the first device
-        while (do := self._pieces.get()) is not None:
-            do()
+        while (queued := self._jobs.get()) is not None:
+            job, work = queued
+            try:
+                work()
+            except BaseException as error:
+                job.set_exception(error)
+            else:
+                job.set_result(None)

@@ -1,4 +1,4 @@
-"""When a step is bad: a loss or gradient norm that is not finite, or a loss spike. rollback.py decides what follows.
+"""Finds bad steps: a loss or gradient norm that is not finite, or a loss spike. For what follows see rollback.py.
 
 Shape legend: G samples of the global batch.
 """
@@ -40,11 +40,9 @@ class Trace:
 
 
 class BadStepError(RunError):
-    """A step whose update must not count; every rank raises the same one.
+    """An optimizer step that must be undone; every rank raises the same one.
 
-    Attributes:
-        step: optimizer step, from 1.
-        keys: of the samples at fault, over all ranks; of the whole global batch where none stands out.
+    `keys` are those of the samples at fault, over all ranks; of the whole global batch where none stands out.
     """
 
     def __init__(self, message: str, *, step: int, keys: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.parallelize import local
-from cascade_train.engine.checkpoint.manifest import find_fault
+from cascade_train.engine.checkpoint.folder import find_fault
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.faults.bad_step import BadStepError
 from cascade_train.engine.loop import Trainer
@@ -31,8 +31,8 @@ _ADVICE = (
 class RolledBackList:
     """The rollbacks of a run, one line each: `{"step": 7, "back_to": 5, "reason": "...", "keys": [...]}`.
 
-    A torn line is dropped: its rollback did not happen; a damaged list is a RunError. The constructor is collective.
-    There were `times` rollbacks, and the samples of `keys` are left out since.
+    There were `times` rollbacks, and the samples of `keys` are left out since. A torn line is dropped: its rollback did
+    not happen. The constructor is collective.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,13 +61,10 @@ class RolledBackList:
 
 @dataclass(kw_only=True)
 class Rollback:
-    """Runs a trainer to its end, from a checkpoint again after each bad step, a limited number of times.
+    """Runs a trainer to its end, from a checkpoint again after each bad step.
 
-    Args:
-        listed: the run's rollbacks so far.
-        max_times: rollbacks of a run in all; None = a bad step ends the run.
-        origin: the checkpoint that the run started from, for the time before its own first; None = there is none.
-        cut_metrics: drops the metrics after a step. Collective.
+    At most `max_times` in a run; None = a bad step ends it. `origin` is the checkpoint, if any, that the run started
+    from, for the time before its own first. `cut_metrics` drops the metrics after a step and is collective.
     """
 
     listed: RolledBackList

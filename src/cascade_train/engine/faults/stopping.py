@@ -1,7 +1,4 @@
-"""Orderly ends before the last step: signals (signals.py), a limit of time, and the vote of the ranks on them.
-
-What is saved and reported at such an end is decided by the loop.
-"""
+"""Orderly ends before the last step: signals (signals.py), a limit of time, and the vote of the ranks on them."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ import time
 from collections import deque
 from datetime import timedelta
 from enum import IntFlag
-from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -29,45 +26,11 @@ class Request(IntFlag):
     """The unfinished save has failed on a rank: wait for it, which raises."""
 
 
-class StopVote:
-    """One vote for every optimizer step: a request of any rank is agreed by all, on the same step.
-
-    With several ranks the result is known one step later: the vote is exchanged, as a host tensor over gloo, while the
-    next step runs, without waiting for the device; it may wait `timeout_seconds` for other ranks. With one rank it is
-    known at once. The constructor is collective: it opens a group of its own, so that votes meet no other exchange.
-    """
-
-    def __init__(self, *, timeout_seconds: float) -> None:
-        self._group: dist.ProcessGroup | None = None
-        self._exchanged: tuple[dist.Work, torch.Tensor] | None = None
-        if dist.get_world_size() > 1:
-            self._group = own_group(timedelta(seconds=timeout_seconds))
-
-    def cast(self, requests: Request) -> Request:
-        """Cast this rank's requests and return what is agreed: with several ranks, by the vote before. Collective."""
-        if self._group is None:
-            return requests
-        agreed = self._count()
-        box = torch.tensor([int(request in requests) for request in Request], dtype=torch.int32)
-        work = dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        assert work is not None, "this rank belongs to the group"
-        self._exchanged = (work, box)
-        return agreed
-
-    def _count(self) -> Request:
-        if self._exchanged is None:
-            return Request(0)
-        work, box = self._exchanged
-        work.wait()
-        return Request(sum(request for request, cast in zip(Request, box.tolist(), strict=True) if cast))
-
-
 class TimeLimit:
     """A limit of time, reached while one more step and a save still fit into it; `max_hours` None = no limit.
 
-    Estimates: a step takes as long as the longest of the last `REMEMBERED` (the first of all sets things up and does
-    not count), twice since a vote takes a step; a save as long as the longest so far, and before there was one as the
-    time from the start of the process to the end of the first step.
+    Estimates: twice the longest of the last `REMEMBERED` steps, since a vote takes a step, without the first of all,
+    which sets things up; and the longest save so far, or before there was one the time until that step ended.
     """
 
     REMEMBERED = 100
@@ -108,19 +71,42 @@ class TimeLimit:
 
 
 class Stopping:
-    """Whether the ranks stop before the last step: they vote on their signals and time limits."""
+    """The votes of the ranks, one for each optimizer step: a request of any rank is agreed by all, on the same step.
 
-    def __init__(self, *, signals: Signals, limit: TimeLimit, votes: StopVote) -> None:
+    With several ranks the result is known one step later: the vote is exchanged, as a host tensor over gloo, while the
+    next step runs, without waiting for the device; it may wait `timeout_seconds` for other ranks. With one rank it is
+    known at once. The constructor is collective: it opens a group of its own, so that votes meet no other exchange.
+    """
+
+    def __init__(self, *, signals: Signals, limit: TimeLimit, timeout_seconds: float) -> None:
         self.limit = limit
         self._signals = signals
-        self._votes = votes
+        several = dist.get_world_size() > 1
+        self._group = own_group(timedelta(seconds=timeout_seconds)) if several else None
+        self._exchanged: tuple[dist.Work, torch.Tensor] | None = None
 
     def vote(self, *, save_failed: bool, save_seconds: float) -> Request:
         """Vote at the end of a step; return what the ranks agree on. See `CheckpointStore.failed`. Collective."""
         self.limit.end_step()
         self.limit.note_save(save_seconds)
-        wanted = Request.SAVE_FAILED if save_failed else Request(0)
-        return self._votes.cast(wanted if self._reason() is None else wanted | Request.STOP)
+        requests = Request.SAVE_FAILED if save_failed else Request(0)
+        if self._reason() is not None:
+            requests |= Request.STOP
+        if self._group is None:
+            return requests
+        agreed = self._count()
+        box = torch.tensor([int(request in requests) for request in Request], dtype=torch.int32)
+        work = dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None, "this rank belongs to the group"
+        self._exchanged = (work, box)
+        return agreed
+
+    def _count(self) -> Request:
+        if self._exchanged is None:
+            return Request(0)
+        work, box = self._exchanged
+        work.wait()
+        return Request(sum(request for request, cast in zip(Request, box.tolist(), strict=True) if cast))
 
     def agreed_reason(self) -> str:
         """Return why the lowest rank that asked for the agreed stop did so. Collective."""
@@ -143,12 +129,4 @@ def code_of_stop() -> int:
 def seconds_since_start() -> float:
     """Return the age of this process; under torchrun that of torchrun, whose restarts are part of the same job."""
     process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # no /proc: from the import of this module on
-        return time.monotonic() - _IMPORTED
-    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of the whole line
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
-
-
-_IMPORTED = time.monotonic()
+    return time.time() - float(psutil.Process(process).create_time())

@@ -17,8 +17,7 @@ log = logging.getLogger(__name__)
 class UnreadableList:
     """One rank's list, in a file of its own; a sample that is met again after a resume is not listed twice.
 
-    `folder`, of the run, is created with the first sample; `met` are this rank's unreadable samples, growing while it
-    trains.
+    `folder` is created with the first sample; `met`, the rank's unreadable samples, grows while it trains.
     """
 
     def __init__(self, folder: Path, *, rank: int, met: Sequence[Unreadable]) -> None:

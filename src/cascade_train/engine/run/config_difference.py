@@ -1,6 +1,6 @@
 """Which settings differ between two configs, and which of the loop's own a continued run may change.
 
-Components declare which of their options may change, see cascade_train/options.py.
+For the options of components see cascade_train/options.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FREE_KEYS = (
 )  # fmt: skip
 
 _FREE_NUMBERS = ("ema.decay",)
-"""Free where both have a value: else the checkpoint has no average, or one without use."""
+"""Free where both have a value: else the checkpoint has no average, or an unused one."""
 
 _BOUND_KEYS = ("run.seed",)
 """Below a free node, but a position in the data means nothing under another seed."""
@@ -50,7 +50,7 @@ ADDED = {
 """Options that configs of earlier versions lack, and the values with which those ran."""
 
 ABSENT = "(absent)"
-"""Stands for the value of a key that one of two configs lacks."""
+"""The value of a key that one of two configs lacks."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,13 @@ class Difference:
 
 def find_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
     """Compare two nested configs, key by key in alphabetical order; lists are compared as a whole."""
-    after = _by_current_names(flatten(new))
-    before = {key: value for key, value in ADDED.items() if key in after} | _by_current_names(flatten(old))
-    return [
-        Difference(key, before.get(key, ABSENT), after.get(key, ABSENT))
-        for key in sorted(before.keys() | after.keys())
-        if key not in before or key not in after or before[key] != after[key]
-    ]
+    after = _with_current_targets(flatten(new))
+    before = {key: value for key, value in ADDED.items() if key in after} | _with_current_targets(flatten(old))
+    pairs = [(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in sorted(before.keys() | after.keys())]
+    return [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
 
 
-def _by_current_names(flat: Mapping[str, Any]) -> dict[str, Any]:
+def _with_current_targets(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: current_target(value) if key.endswith("_target_") and isinstance(value, str) else value
         for key, value in flat.items()
@@ -98,11 +95,8 @@ def _by_current_names(flat: Mapping[str, Any]) -> dict[str, Any]:
 def refused(
     differences: Sequence[Difference], *, free_keys: Collection[str] = (), data_may_change: bool = False
 ) -> list[Difference]:
-    """Return the differences that make it another run.
-
-    Options that components declare free are `free_keys`; `data_may_change` frees the data and the batch size too.
-    """
-    free = [f"{key}." for key in free_keys]  # a node of free options may come in the place of null, and go
+    """Return the differences that a continued run may not have; `data_may_change` frees data and batch size too."""
+    free = [f"{key}." for key in free_keys]  # a node of free options may replace null, and be replaced by it
 
     def is_bound(key: str) -> bool:
         return not any(key.startswith(each) or each.startswith(key) for each in free)
@@ -114,12 +108,12 @@ def refused(
 def describe(differences: Sequence[Difference]) -> str:
     """Return one line `key: old -> new` for each; of another component, not the options that one side lacks."""
     nodes = [each.key.removesuffix("_target_") for each in differences if each.key.endswith("._target_")]
-
-    def is_lacking(each: Difference) -> bool:
-        inside = any(each.key.startswith(node) and each.key != f"{node}_target_" for node in nodes)
-        return inside and ABSENT in (each.old, each.new)
-
-    shown = [each for each in differences if not is_lacking(each)]
+    shown = [
+        each
+        for each in differences
+        if ABSENT not in (each.old, each.new)
+        or not any(each.key.startswith(node) and each.key != f"{node}_target_" for node in nodes)
+    ]
     return "\n".join(f"  {each.key.removesuffix('._target_')}: {each.old} -> {each.new}" for each in shown)
 
 

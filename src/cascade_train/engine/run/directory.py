@@ -1,69 +1,71 @@
-"""A run's directory: claiming it, continuing in it, and refusing what would lose or mix up results.
-
-Where its files lie is decided here; what is in checkpoints and metrics is not.
-"""
+"""A run's directory: claiming it, continuing in it, and refusing what would lose or mix up results."""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
+import platform
 import shutil
+import subprocess
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from cascade_train.distributed.consensus import from_rank_zero
-from cascade_train.engine.checkpoint.manifest import find_fault, read_manifest
+from cascade_train.engine.checkpoint.folder import find_fault, read_manifest
 from cascade_train.engine.checkpoint.store import NO_OPTIMIZER, CheckpointStore
 from cascade_train.engine.metrics import cut_lines, missing_steps
 from cascade_train.engine.run.config_difference import Difference, describe, find_differences, is_limit_raised, refused
-from cascade_train.engine.run.environment import describe_environment
 from cascade_train.engine.run.lock import CONFIG as _CONFIG
 from cascade_train.engine.run.lock import LOCK_NAME, RunLock, check_folder, not_writable
 from cascade_train.engine.trackers import TRACKERS
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.files.durable import append_durably, write_durably
-from cascade_train.files.plain_yaml import to_yaml
+from cascade_train.files.durable import append_durably, to_yaml, write_durably
 from cascade_train.files.run_folder import EXPORT, EXPORTED, exported_step
 from cascade_train.files.untrusted import load_mapping, read_regular, read_rows
-from cascade_train.redaction import redacted
+from cascade_train.redaction import redact_argument, redacted
 from cascade_train.signals import defer_signals
 
 log = logging.getLogger(__name__)
 
-_ENVIRONMENT = "environment.json"
-_WEIGHTS = "weights.json"
 _HISTORY = "config_history.jsonl"
 _METRICS = "metrics.jsonl"
 _CHECKPOINTS = "checkpoints"
-_QUARANTINE = "quarantine"
-_STOPPED = "stopped.json"
-_LISTING = "listing.json"
 _SAMPLES = "samples"
 _START = "start.json"
 _BEFORE_THE_FIRST_STEP = {
-    _CONFIG, _ENVIRONMENT, _WEIGHTS, _HISTORY, LOCK_NAME, _QUARANTINE, _LISTING, _SAMPLES, _START, *TRACKERS,
+    _CONFIG, "environment.json", "weights.json", _HISTORY, LOCK_NAME, "quarantine", "listing.json", _SAMPLES, _START,
+    *TRACKERS,
 }  # fmt: skip
 """What a start creates before there is anything to lose: our files, the first grid, the trackers' folders."""
+
+_PACKAGES = (
+    "accelerate", "cascade-train", "diffusers", "hydra-core", "numpy", "omegaconf", "peft", "pillow", "safetensors",
+    "torch", "torchvision", "transformers", "webdataset",
+)  # fmt: skip
+_GIT_SECONDS = 10
 
 
 @dataclass(kw_only=True)
 class RunDirectory:
-    """A claimed run directory.
+    """A claimed run directory, by its absolute path.
 
     Attributes:
-        path: absolute.
         resume_from: a verified checkpoint to continue from; None = from the start.
-        finished: the run has reached its end already; there is nothing to do.
+        finished: there is nothing left to do.
         created: this claim made the directory.
-        before: what this claim changed of a run that it continues: contents by the names of files, None = no file.
-        lock: keeps other processes out; held by rank 0.
+        lock: held by rank 0.
+        before: former contents of the files that this claim changed, by their names; None = there was no file.
     """
 
     path: Path
@@ -77,7 +79,7 @@ class RunDirectory:
         self.checkpoints = self.path / _CHECKPOINTS
         self.samples = self.path / _SAMPLES
         self.export = self.path / EXPORT
-        self.quarantine = self.path / _QUARANTINE
+        self.quarantine = self.path / "quarantine"
         self.rolled_back_path = self.path / "rolled_back.jsonl"
         self.metrics_path = self.path / _METRICS
 
@@ -86,17 +88,17 @@ class RunDirectory:
         from_rank_zero(lambda: cut_lines(self.metrics_path, step))
 
     def record_start(self, start: Mapping[str, Any]) -> None:
-        """Write what is known of the latest start, JSON values, for the page of the run. Collective."""
+        """Write facts of the latest start, JSON values, for the page of the run. Collective."""
         text = json.dumps(redacted(start), indent=2) + "\n"
         from_rank_zero(lambda: write_durably(self.path / _START, text))
 
     def record_exports(self, step: int) -> None:
-        """Note that the results of `step` lie in `export/`: only then is a run finished. Collective."""
+        """Note that `export/` has the results of `step`: only then is a run finished. Collective."""
         from_rank_zero(lambda: write_durably(self.export / EXPORTED, json.dumps({"step": step}) + "\n"))
 
     def record_stop(self, stop: dict[str, Any] | None) -> None:
         """Note why a run ended before its last step, for scripts; None = it goes on. Collective."""
-        path, text = self.path / _STOPPED, json.dumps(stop) + "\n"
+        path, text = self.path / "stopped.json", json.dumps(stop) + "\n"
         from_rank_zero(lambda: path.unlink(missing_ok=True) if stop is None else write_durably(path, text))
 
     def withdraw(self) -> None:
@@ -144,27 +146,25 @@ def claim(
     free_keys: Collection[str] = (),
     claims: list[RunDirectory] | None = None,
 ) -> RunDirectory:
-    """Make a run directory, or continue the run in it. Collective; rank 0 decides.
+    """Make a run directory, or continue the run in it from its newest checkpoint that verifies. Collective.
 
-    A run is continued from its newest checkpoint that verifies (RunError: none does). Settings that do not change what
-    is learned from which sample may differ from the run's; they are recorded in `config_history.jsonl`. After a start
-    that ended before its first step all settings may differ. Anything else is refused (ConfigError) and leaves nothing.
-    The claim lasts until its lock is released (`claimed`), or the process ends.
+    A continued run may change the settings of `config_difference` and those that components declare (`free_keys`), one
+    that ended before its first step all settings. Changes are recorded in `config_history.jsonl`. Anything else is
+    refused (ConfigError; RunError: no checkpoint verifies) and leaves nothing.
 
     `resume` is "auto" (continue where there is a run, else start), "never" (refuse where there is one), or a checkpoint
-    or run that a new run starts from. `free_keys` are options that components let a continued run change. `claims` gets
-    the claim of rank 0, as soon as there is something to withdraw.
+    or run that a new run starts from. `claims` gets the claim of rank 0, as soon as there is something to withdraw.
     """
     plain: dict[str, Any] = redacted(config)
     made = [] if claims is None else claims
-    return from_rank_zero(lambda: _decide(directory.absolute(), plain, resume, free_keys, made))
+    return from_rank_zero(lambda: _claim(directory.absolute(), plain, resume, free_keys, made))
 
 
-def _decide(
+def _claim(
     directory: Path, config: dict[str, Any], resume: str, free_keys: Collection[str], claims: list[RunDirectory]
 ) -> RunDirectory:
+    lock = RunLock(directory)
     if (directory / _CONFIG).is_file():
-        lock = RunLock(directory)
         lock.acquire()
         try:
             claims.append(_continue_run(directory, config, resume, free_keys, lock))
@@ -174,7 +174,6 @@ def _decide(
             raise
     check_folder(directory)
     origin = None if resume in ("auto", "never") else _find_origin(resume)
-    lock = RunLock(directory)
     with defer_signals():
         _create(directory, config)
         claims.append(RunDirectory(path=directory, resume_from=origin, finished=False, created=True, lock=lock))
@@ -213,7 +212,8 @@ def _continue_run(
     if checkpoint is not None and directory in checkpoint.parents:
         _report_lost_metrics(directory, read_manifest(checkpoint).step, saved)
     finished = checkpoint is not None and _is_finished(directory, checkpoint, saved, config)
-    before = {name: _text(directory / name) for name in (_CONFIG, _HISTORY)}
+    paths = {name: directory / name for name in (_CONFIG, _HISTORY)}
+    before = {n: read_regular(path).decode(errors="replace") if path.is_file() else None for n, path in paths.items()}
     if not finished:
         _record_continuation(directory, config, differences, checkpoint)
     return RunDirectory(
@@ -221,18 +221,11 @@ def _continue_run(
     )
 
 
-def _text(path: Path) -> str | None:
-    return read_regular(path).decode(errors="replace") if path.is_file() else None
-
-
 def _is_finished(directory: Path, checkpoint: Path, saved: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Return whether the run ended with this checkpoint, wrote its exports, and no limit was raised since.
-
-    The limits at that time are the saved ones, without the changes of earlier attempts to continue from it.
-    """
+    """Return whether the run ended with this checkpoint, wrote its exports, and no limit was raised since."""
     manifest = read_manifest(checkpoint)
     then = {node: dict(saved.get(node, {})) for node in ("train", "data")}
-    for line in reversed(_read_history(directory)):
+    for line in reversed(_read_history(directory)):  # undo the changes of earlier attempts to continue from it
         if line["step"] != manifest.step:
             break
         for key, (old, _) in line["changes"].items():
@@ -253,10 +246,7 @@ def _report_lost_metrics(directory: Path, step: int, saved: dict[str, Any]) -> N
         log.warning(
             "%s lacks the lines of %d steps (%d to %d) that this run took: it was deleted or cut. The run goes on,"
             " without them in its loss curve. Remedy: restore the file from a backup, if there is one.",
-            path,
-            len(missing),
-            missing[0],
-            missing[-1],
+            *(path, len(missing), missing[0], missing[-1]),
         )
 
 
@@ -313,7 +303,7 @@ def _create(directory: Path, config: dict[str, Any]) -> None:
     try:
         beside.mkdir(parents=True)
         write_durably(beside / _CONFIG, to_yaml(config))
-        write_durably(beside / _ENVIRONMENT, json.dumps(describe_environment(), indent=2) + "\n")
+        write_durably(beside / "environment.json", json.dumps(describe_environment(), indent=2) + "\n")
         beside.rename(directory)
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)
@@ -345,3 +335,48 @@ def _record_continuation(
         raise ConfigError(f"run.dir={directory} is not writable: {error}. Remedy: make it so, or a new run") from error
     if differences:
         log.info("continuing %s with changed settings:\n%s", directory, describe(differences))
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return time, versions, git commit of the code, command line and devices as JSON values.
+
+    No environment variable is included, and secrets on the command line are hidden. A package that is not installed,
+    and a commit where the code is not a checkout, are None.
+    """
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {**{name: _version(name) for name in _PACKAGES}, "torch": torch.__version__},
+        "git_commit": _git_commit(Path(__file__).resolve()),
+        "command_line": [redact_argument(argument) for argument in sys.orig_argv],
+        "ranks": dist.get_world_size(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "cuda": torch.version.cuda,
+        "cpu_threads": torch.get_num_threads(),
+    }
+
+
+@functools.cache
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _git_commit(file: Path) -> str | None:
+    """Return the commit of the checkout that tracks `file`, as it was first, with `+changes` if it is not clean."""
+    if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
+        return None
+    return _git(file.parent, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes")
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(directory), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

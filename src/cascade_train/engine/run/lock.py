@@ -1,7 +1,4 @@
-"""Access to a run directory: whether a folder may become one, and a lock held by one live process, as on other folders.
-
-Imported before torch. What a run directory holds, and who may continue it, is decided in directory.py.
-"""
+"""Access to a folder: whether it may become a run's, and a lock held by one live process. Imported before torch."""
 
 from __future__ import annotations
 
@@ -50,12 +47,7 @@ class RunLock:
     """An exclusive lock on `<directory>/.lock`, which names its holder, and ends with its process, however that ends.
 
     A POSIX record lock: it works over NFS and, unlike `flock`, is not inherited by forked data workers, which may
-    outlive a killed run. Pickles as not held.
-
-    Args:
-        directory: the folder, which is there.
-        key: what names it, for messages.
-        other: key of another folder in its place.
+    outlive a killed run. Pickles as not held. `key` names the folder in messages, `other` the key of another.
     """
 
     def __init__(self, directory: Path, *, key: str = "run.dir", other: str = "run.name (or run.dir)") -> None:

@@ -25,8 +25,8 @@ _RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", 
 
 
 @contextmanager
-def announced(command: str | None, trainer: Trainer, directory: Path) -> Iterator[None]:
-    """Run `command`, None = nothing, on rank 0 once the block has ended, by itself or by an error. Not collective."""
+def run_end_hook(command: str | None, trainer: Trainer, directory: Path) -> Iterator[None]:
+    """Run `command`, None = nothing, on rank 0 after the block, also after an error. Not collective."""
     command = command if trainer.world.is_main else None
     try:
         yield
@@ -38,9 +38,9 @@ def announced(command: str | None, trainer: Trainer, directory: Path) -> Iterato
 
 
 def run_command(command: str | None, event: str, directory: Path, step: int, message: str) -> None:
-    """Run a shell command with the outcome in its environment; its own failure is logged.
+    """Run a shell command with the outcome in its environment; its failure is logged.
 
-    It is killed after `SECONDS`, and by Ctrl-C; other signals do not reach it.
+    It is killed after `SECONDS` and by Ctrl-C; other signals do not reach it.
     """
     if command is None:
         return

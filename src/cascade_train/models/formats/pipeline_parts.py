@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cascade_train.models.formats.weights import copy_to
-
-if TYPE_CHECKING:
-    from cascade_train.models.text_encoder import TextEncoder
+from cascade_train.models.text_encoder import TextEncoder
 
 
 def copy_on_host(tower: Any, dtype: torch.dtype) -> Any:
-    """Return a CLIP tower of the network's dtype on the host: the pipeline feeds the network what the towers give."""
+    """Return a copy of a CLIP tower on the host, in the network's dtype, as pipelines need it."""
     return tower_of(tower, tower.state_dict(), dtype)
 
 

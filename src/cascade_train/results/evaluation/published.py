@@ -5,7 +5,7 @@ Hashes: those of both files begin as the files are named, as torch.hub's do, and
 
 from __future__ import annotations
 
-from cascade_train.files.web import WebFile
+from cascade_train.files.hub import WebFile
 from cascade_train.models.formats.weights_source import CONFIG_FILES, TOKENIZER_FILES, WeightsSpec
 
 INCEPTION = WebFile(

@@ -19,11 +19,10 @@ from typing import Any
 import pytest
 
 from cascade_train.data.index.row_filter import parse_row_filters
-from cascade_train.data.stream import Cursor, Stream, StreamSpec
+from cascade_train.data.stream import Cursor, Stream, StreamSpec, stream_samples
 from cascade_train.data.tar.files import Listings, Tar, find_tars
 from cascade_train.data.tar.index import scan_shard
 from cascade_train.data.tar.members import Dropped, key_and_extension
-from cascade_train.data.tar.stream import stream_samples
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.data import tars
 

@@ -6,14 +6,7 @@ import pytest
 
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.faults import stopping
-from cascade_train.engine.faults.stopping import (
-    Request,
-    Stopping,
-    StopVote,
-    TimeLimit,
-    code_of_stop,
-    seconds_since_start,
-)
+from cascade_train.engine.faults.stopping import Request, Stopping, TimeLimit, code_of_stop, seconds_since_start
 from cascade_train.errors import RunError
 from cascade_train.signals import STOP_SIGNALS, Signals
 from tests.unit.engine.test_loop import build_trainer
@@ -36,7 +29,7 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_between_steps_waits_for_the_vote(world, signals, number):
-    asked = Stopping(signals=signals, limit=TimeLimit(max_hours=None), votes=StopVote(timeout_seconds=5))
+    asked = Stopping(signals=signals, limit=TimeLimit(max_hours=None), timeout_seconds=5)
     signals.wait_for_votes()
     assert asked.vote(save_failed=False, save_seconds=0.0) == Request(0)
     signal.raise_signal(number)
@@ -46,8 +39,7 @@ def test_a_signal_between_steps_waits_for_the_vote(world, signals, number):
 
 def test_a_failed_save_ends_the_run_on_the_step_on_which_all_know(world, tmp_path, monkeypatch):
     trainer = build_trainer(world, tmp_path, max_steps=50, checkpoint=20)
-    limit, votes = TimeLimit(max_hours=None), StopVote(timeout_seconds=5)
-    trainer.stopping = Stopping(signals=Signals(), limit=limit, votes=votes)
+    trainer.stopping = Stopping(signals=Signals(), limit=TimeLimit(max_hours=None), timeout_seconds=5)
     monkeypatch.setattr(CheckpointStore, "failed", property(lambda store: trainer.step == 3))
     monkeypatch.setattr(trainer.store, "wait", fail)
     with pytest.raises(RunError, match="as a full disk"):
@@ -83,7 +75,7 @@ def test_a_save_is_no_part_of_a_step_and_the_longest_counts(clock):
 
 def test_a_save_beside_the_loop_counts_by_its_own_time(world, clock):
     limit = TimeLimit(max_hours=1000 / 3600)
-    asked = Stopping(signals=Signals(), limit=limit, votes=StopVote(timeout_seconds=5))
+    asked = Stopping(signals=Signals(), limit=limit, timeout_seconds=5)
     assert asked.vote(save_failed=False, save_seconds=0.0) == Request(0)
     clock["now"] = 100.0
     assert asked.vote(save_failed=False, save_seconds=500.0) == Request(0)
@@ -100,10 +92,6 @@ def test_a_limit_that_was_reached_stays_so(clock):
     assert limit.is_reached(), "600 s of set-up stand for a save"
     limit.end_save(1.0)
     assert limit.is_reached()
-
-
-def test_no_limit_is_never_reached(clock):
-    clock["now"] = 1e9
     assert not TimeLimit(max_hours=None).is_reached()
 
 
@@ -115,18 +103,15 @@ def test_the_clock_is_that_of_the_process_and_under_torchrun_of_its_parent(monke
 
 @pytest.mark.parametrize(("restarts", "most", "code"), [("0", "0", 75), ("0", "1", 0), ("1", "1", 75)])
 def test_torchrun_is_told_success_while_it_would_start_the_run_again(monkeypatch, restarts, most, code):
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    assert code_of_stop() == 75
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", most)
     assert code_of_stop() == code
 
 
-def test_without_torchrun_a_stop_has_a_code_of_its_own(monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
-    assert code_of_stop() == 75
-
-
 def test_what_the_only_rank_wants_is_agreed_at_once(world):
-    votes = StopVote(timeout_seconds=5)
-    assert votes.cast(Request(0)) == Request(0)
-    assert votes.cast(Request.STOP) == Request.STOP
-    assert votes.cast(Request.STOP | Request.SAVE_FAILED) == Request.STOP | Request.SAVE_FAILED
+    never, now = (Stopping(signals=Signals(), limit=TimeLimit(max_hours=h), timeout_seconds=5) for h in (None, 0.0))
+    assert never.vote(save_failed=True, save_seconds=0.0) == Request.SAVE_FAILED
+    assert now.vote(save_failed=False, save_seconds=0.0) == Request.STOP
+    assert now.vote(save_failed=True, save_seconds=0.0) == Request.STOP | Request.SAVE_FAILED
