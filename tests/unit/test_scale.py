@@ -20,9 +20,15 @@ from cascade_train.data.index.rows import Index
 from cascade_train.data.parquet import PARQUET_FIELDS
 from cascade_train.data.survey.look import survey
 from cascade_train.data.tar.files import check_urls
-from cascade_train.engine.checkpoint import manifest as manifests
-from cascade_train.engine.checkpoint.folder import CheckpointFolder, Retention
-from cascade_train.engine.checkpoint.manifest import Manifest, hash_file, whole_manifest, write_manifest
+from cascade_train.engine.checkpoint import folder as manifests
+from cascade_train.engine.checkpoint.folder import (
+    CheckpointFolder,
+    Manifest,
+    Retention,
+    hash_file,
+    whole_manifest,
+    write_manifest,
+)
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.faults import unreadable
 from cascade_train.engine.loss_charts import POINTS, Curve, LossCurve

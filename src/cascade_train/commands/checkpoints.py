@@ -13,8 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cascade_train.commands.parts.command_line import Command
-from cascade_train.engine.checkpoint.folder import BEST, CheckpointFolder, Retention, best_value
-from cascade_train.engine.checkpoint.manifest import MANIFEST_NAME, find_fault, read_manifest, write_manifest
+from cascade_train.engine.checkpoint.folder import (
+    BEST,
+    MANIFEST_NAME,
+    CheckpointFolder,
+    Retention,
+    best_value,
+    find_fault,
+    read_manifest,
+    write_manifest,
+)
 from cascade_train.engine.run.lock import RunLock
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.untrusted import load_mapping

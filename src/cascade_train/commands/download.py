@@ -95,7 +95,7 @@ def _named(origin: str) -> Iterator[None]:
 def _items(rest: list[str]) -> list[_Item]:
     """Return each file once, in the order in which models load them, and then the networks of evaluations."""
     from cascade_train.assembly.components import build_parts  # heavy: torch and everything above it
-    from cascade_train.assembly.loaded_weights import weight_specs
+    from cascade_train.assembly.model import weight_specs
     from cascade_train.config.saved import composed
 
     found: list[_Item] = []

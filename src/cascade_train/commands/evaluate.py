@@ -120,8 +120,8 @@ def judged(args: EvaluateArgs) -> Verdict | None:
 def _judge_weights(args: EvaluateArgs, run: Path | None) -> Verdict:
     """Judge what a run exported, or other weights."""
     from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
-    from cascade_train.results.evaluation.judge import Judge, alone_in
-    from cascade_train.results.evaluation.verdict import GRID, keep
+    from cascade_train.results.evaluation.judge import Judge, locked
+    from cascade_train.results.evaluation.verdict import publish
     from cascade_train.results.evaluation.watch import checkpoint_stamp
 
     model, decoder = find_stages(args)
@@ -131,13 +131,9 @@ def _judge_weights(args: EvaluateArgs, run: Path | None) -> Verdict:
     if run is not None:
         out, stamp = run / "evaluation" / name, checkpoint_stamp(run / "checkpoints" / name)  # of the same weights
     out = out if args.out is None else Path(args.out)
-    with process_group() as world, alone_in(out, world):
+    with process_group() as world, locked(out, world):
         found = Judge(args.settings(model), world).judge(model, decoder, out, run=run, stamp=stamp)
-        if world.is_main:
-            found.write(out)
-            sys.stdout.write(f"{found.table()}\n{out}\n")
-        if run is not None and step is not None:
-            keep(found, run, step, out / GRID, track=args.track, is_main=world.is_main)
+        publish(found, out, run=run, step=step, track=args.track, is_main=world.is_main)
     return found
 
 

@@ -91,9 +91,11 @@ def export(args: ExportArgs) -> int:
     elif of_run:
         cfg = load_saved_config(source, allow_any_target=args.allow_any_target)
 
-        from cascade_train.results.export import export_checkpoint  # heavy: torch and everything above it
+        from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
+        from cascade_train.results.export import export_checkpoint
 
-        checkpoint = export_checkpoint(cfg, source / "checkpoints", step=args.step, out=out)
+        with process_group() as world:
+            checkpoint = export_checkpoint(cfg, source / "checkpoints", world, step=args.step, out=out)
         sys.stdout.write(f"{checkpoint.name} of {source} is exported to {out}\n")
     elif not formats:
         raise ConfigError(f"from={source}: is no run with checkpoints; say what to write it as, e.g. format=original.")
@@ -156,7 +158,7 @@ def _title(source: str) -> str:
 
 
 def _convert(args: ExportArgs, formats: list[str], source: str, out: Path) -> list[str]:
-    from cascade_train.models.formats.export import DTYPES, network_config, save_network  # heavy: torch and diffusers
+    from cascade_train.models.formats.export import DTYPES, save_network  # heavy: torch and diffusers
     from cascade_train.models.formats.export_lora import export_lora
     from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
     from cascade_train.models.formats.weights import load_state
@@ -176,7 +178,7 @@ def _convert(args: ExportArgs, formats: list[str], source: str, out: Path) -> li
             path = out / names[name]
             print_error(path, export_lora(lora, network, path, format=name, metadata={}, title=_title(source)))
         return [names[name] for name in formats]
-    config = network_config(network)
+    config = dict(network.config)
     state = load_state(network, source, dtype=DTYPES.get(args.dtype or ""), key="from")
     has_pipeline = Path(source) == out and args.dtype is None  # a run's, where its network alone would go
     files = {name: names[name].format(part=network.family.part_of(config)) for name in formats}

@@ -20,7 +20,7 @@ from cascade_train.errors import ConfigError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from cascade_train.results.paint import Order
+    from cascade_train.results.paint import PromptBatch
 
 
 START_STRENGTH = 0.8
@@ -125,9 +125,9 @@ def write(images: list[Image], args: GenerateArgs, folder: Path) -> None:
     compose_grid(args.prompts, columns).save(folder / "grid.png")
 
 
-def make_orders(args: GenerateArgs, size: tuple[int, int], side: int) -> Iterator[Order]:
+def make_orders(args: GenerateArgs, size: tuple[int, int], side: int) -> Iterator[PromptBatch]:
     """Yield batches to sample, with their pictures cropped to `size`, those of variations to squares of `side`."""
-    from cascade_train.results.paint import GuideFiles, Order
+    from cascade_train.results.paint import GuideFiles, PromptBatch
 
     files = GuideFiles(
         key="image" if args.control is None else "control",
@@ -143,7 +143,7 @@ def make_orders(args: GenerateArgs, size: tuple[int, int], side: int) -> Iterato
     for start in range(0, len(jobs), args.batch_size):
         prompts, numbers = zip(*jobs[start : start + args.batch_size], strict=True)
         captions = tuple(args.prompts[prompt] for prompt in prompts)
-        yield Order(captions=captions, numbers=numbers, guide=files.guide(prompts, numbers))
+        yield PromptBatch(captions=captions, numbers=numbers, guide=files.guide(prompts, numbers))
 
 
 COMMAND = Command(arguments=GenerateArgs, run=generate, many_ranks=True)

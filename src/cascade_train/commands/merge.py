@@ -42,13 +42,13 @@ class MergeArgs(WeightsArgs):
 
 def merge(args: MergeArgs) -> int:
     """Write the merged weights, read them back, print the relative error, and return 0."""
-    from cascade_train.models.formats.export import DTYPES, network_config, save_network  # heavy: torch and diffusers
+    from cascade_train.models.formats.export import DTYPES, save_network  # heavy: torch and diffusers
     from cascade_train.models.formats.export_lora import merge_all
     from cascade_train.models.formats.weights import load_state
     from cascade_train.results.find import stored_network
 
     network = stored_network(args.source, model=args.model, key="from", allow_any_target=args.allow_any_target)
-    config = network_config(network)
+    config = dict(network.config)
     state = load_state(network, args.source, dtype=DTYPES.get(args.dtype or ""), key="from")
     merge_all(network, state, listed(args.lora), args.strengths(), key="lora", module_filters=args.module_filters)
     out = Path(args.out)

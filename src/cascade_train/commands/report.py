@@ -17,7 +17,7 @@ from cascade_train.commands.parts.command_line import Command, listed
 from cascade_train.config.saved import CONFIG_NAME, recipe_of
 from cascade_train.config.sweeps.runs import LOSS, Result, ended_runs, key_of, metric_of, ranked
 from cascade_train.engine.run import report as pages
-from cascade_train.engine.run.records import is_number, newest_grid, read_metrics
+from cascade_train.engine.run.report import is_number, newest_grid, read_metrics
 from cascade_train.errors import ConfigError, RunError, unwritten
 from cascade_train.files.untrusted import read_mapping
 from cascade_train.redaction import redact_argument
@@ -146,7 +146,7 @@ def sweep_data(folder: Path, results: Sequence[Result]) -> pages.Data:
         "config": pages.read_config(Path(results[0]["run_dir"])),
     }
     curves = [{"name": run, "series": curves_of(path)} for run, path in runs.items()]
-    return {**pages.hidden(text), "runs": curves, "samples": pages.samples(grids)}
+    return {**pages.hide_secrets(text), "runs": curves, "samples": pages.samples(grids)}
 
 
 def sweep_table(results: Sequence[Result], metric: str) -> pages.Data:

@@ -12,8 +12,7 @@ import yaml
 
 from cascade_train.__main__ import launch
 from cascade_train.distributed.process_group import process_group
-from cascade_train.engine.checkpoint.folder import Retention
-from cascade_train.engine.checkpoint.manifest import find_fault, read_manifest
+from cascade_train.engine.checkpoint.folder import Retention, find_fault, read_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.run.lock import RunLock
 

@@ -10,8 +10,7 @@ from omegaconf import OmegaConf
 
 from cascade_train.__main__ import launch
 from cascade_train.assembly.planning.plan import _duration, _kept
-from cascade_train.engine.checkpoint.folder import Retention
-from cascade_train.engine.checkpoint.manifest import Manifest
+from cascade_train.engine.checkpoint.folder import Manifest, Retention
 from tests.unit.config.composing import composed
 from tests.unit.data import tars
 from tests.unit.data.test_folder import write
