@@ -97,20 +97,20 @@ class DataSet:
 
     def training_feed(self, **options: Any) -> Feed:
         """Return the endless feed of training batches for one rank."""
-        feed = self.training.load(**options)
-        self._open.append(feed)
+        self._open.append(feed := self.training.load(**options))
         for line in feed.report():
             _log.info("%s", line)
         return feed
 
     def last_step(self, feed: Feed, *, max_steps: int | None, max_epochs: int | None, global_batch_size: int) -> int:
         """Return the step at which training ends: by its steps, its epochs or the examples to see."""
-        limits = [] if max_steps is None else [max_steps]
-        if max_epochs is not None:
-            limits.append(feed.steps_of_epochs(max_epochs))
-        if (examples := self.training.source.num_examples_to_see) is not None:
-            limits.append(-(-examples // global_batch_size))
-        return min(limits)
+        examples = self.training.source.num_examples_to_see
+        limits = [
+            max_steps,
+            None if max_epochs is None else feed.steps_of_epochs(max_epochs),
+            None if examples is None else -(-examples // global_batch_size),
+        ]
+        return min(limit for limit in limits if limit is not None)
 
     def held_out_feed(self, *, seed: int, samples: int, micro_batch_size: int, rank: int, ranks: int) -> HeldOutFeed:
         """Return the feed of `samples` held-out samples in a fixed order, as many on every rank.
@@ -121,13 +121,9 @@ class DataSet:
             raise ConfigError("validate: no samples are held out; set validate.share, e.g. 0.01, or validate.urls")
         part = self.held_out.first(samples, seed=seed)
         micro = max(1, min(micro_batch_size, len(part.rows) // len(part.shapes) // ranks))
+        size = micro * ranks
         feed = part.load(
-            seed=seed,
-            global_batch_size=micro * ranks,
-            micro_batch_size=micro,
-            rank=rank,
-            ranks=ranks,
-            whole_epochs=True,
+            seed=seed, global_batch_size=size, micro_batch_size=micro, rank=rank, ranks=ranks, whole_epochs=True
         )
         self._open.append(feed)
         return HeldOutFeed(steps=feed.steps_of_epochs(1), feed=feed, source=part.source)

@@ -29,10 +29,10 @@ from cascade_train.data.tar.files import Listings, expand_urls
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.filters.parts.requirements import WeightsFile, read_tensors
 from cascade_train.models.cascade.family import CASCADE
-from cascade_train.models.clip_score import ClipScore
 from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
 from cascade_train.models.formats.weights import open_weights
 from cascade_train.models.formats.weights_source import find_pipeline
+from cascade_train.models.image_quality import ClipScore
 from cascade_train.models.stable_diffusion.formats.stored_pipeline import _VAE, stored_pipeline
 from tests.unit.data import tars
 from tests.unit.data.test_folder import folder
@@ -40,7 +40,7 @@ from tests.unit.data.test_parquet import parquet, rows_of
 from tests.unit.data.test_parquet import write as write_parquet
 from tests.unit.data.test_table import table
 from tests.unit.models.small_networks import empty_network
-from tests.unit.models.test_clip_score import tiny_clip
+from tests.unit.models.test_image_quality import tiny_clip
 
 GIB = 2**30
 SECONDS = 10

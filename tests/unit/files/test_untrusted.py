@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cascade_train.engine.checkpoint.manifest import FileRecord, Manifest, write_manifest
+from cascade_train.engine.checkpoint.folder import FileRecord, Manifest, write_manifest
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import to_yaml
 from cascade_train.files.untrusted import (
