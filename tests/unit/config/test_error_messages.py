@@ -221,7 +221,7 @@ def test_groups_and_options_are_read_from_the_folder():
     assert {"adamw", "torch"} <= set(group_options("optimizer"))
     assert "_base" not in group_options("data")
     assert group_options("nothing") == []
-    assert option_targets("lr_scheduler")["cosine"].endswith("CosineSchedule")
+    assert option_targets("lr_scheduler")["cosine"].endswith("CosineDecaySchedule")
 
 
 def test_an_interrupt_that_a_library_made_an_error_of_is_still_one(capsys: pytest.CaptureFixture[str]):

@@ -160,7 +160,7 @@ def test_a_module_that_cannot_be_imported_is_refused_with_its_key(tmp_path: Path
 
 
 def test_only_what_inherits_from_an_optimizer_or_schedule_is_trusted_in_the_engine():
-    assert is_trusted("cascade_train.engine.lr_schedule.CosineSchedule")
+    assert is_trusted("cascade_train.engine.lr_schedule.CosineDecaySchedule")
     assert not is_trusted("cascade_train.engine.checkpoint.store.CheckpointStore")
     assert not is_trusted("cascade_train.engine.loop.Trainer")
 
