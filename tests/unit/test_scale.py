@@ -13,7 +13,7 @@ import pytest
 
 from cascade_train.batch import Unreadable
 from cascade_train.commands.parts.python import Run
-from cascade_train.config.sweeps.ranking import measured
+from cascade_train.config.sweeps.runs import measured
 from cascade_train.data.data_set import Rows, open_data_set
 from cascade_train.data.index.row_filter import RowFilters, parse_row_filters
 from cascade_train.data.index.rows import Index

@@ -34,7 +34,7 @@ from cascade_train.files.durable import append_durably, to_yaml, write_durably
 from cascade_train.files.run_folder import EXPORT, EXPORTED, exported_step
 from cascade_train.files.untrusted import load_mapping, read_regular, read_rows
 from cascade_train.redaction import redact_argument, redacted
-from cascade_train.signals import held_back
+from cascade_train.signals import defer_signals
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ def _claim(
             raise
     check_folder(directory)
     origin = None if resume in ("auto", "never") else _find_origin(resume)
-    with held_back():
+    with defer_signals():
         _create(directory, config)
         claims.append(RunDirectory(path=directory, resume_from=origin, finished=False, created=True, lock=lock))
     lock.acquire()
