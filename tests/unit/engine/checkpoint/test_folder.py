@@ -132,7 +132,7 @@ def test_a_manifest_that_cannot_be_read_is_a_run_error(directory, text):
     path.unlink()
     if text is not None:
         path.write_text(text)
-    with pytest.raises(RunError, match=r"manifest\.json is missing or damaged"):
+    with pytest.raises(RunError, match=r"manifest\.json is missing or damaged: "):
         read_manifest(directory)
     assert "manifest.json is missing or damaged" in find_fault(directory)
 
