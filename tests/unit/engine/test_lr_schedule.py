@@ -80,7 +80,7 @@ def test_each_restart_begins_at_the_full_rate():
         (CosineDecaySchedule, {"min_factor": 1.5}, r"min_factor=1.5 must lie in \[0, 1\]"),
         (CosineDecaySchedule, {"min_factor": -0.1}, r"min_factor=-0.1 must lie in \[0, 1\]"),
         (CosineDecaySchedule, {"cycles": 0}, "lr_scheduler.cycles=0 must be 1 or more"),
-        (PolynomialSchedule, {"power": 0.0}, "lr_scheduler.power=0.0 must be above 0"),
+        (PolynomialSchedule, {"power": 0.0}, "lr_scheduler.power=0.0 must be above 0; 1 is linear"),
         (WarmupStableDecaySchedule, {"decay_steps": 0}, "lr_scheduler.decay_steps=0 must be 1 or more"),
     ],
 )
