@@ -119,9 +119,7 @@ def _shown(value: Any) -> str:
 def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached) -> None:
     """Let an unbuilt stage read from an opened cache, and leave out the encoders whose outputs it holds.
 
-    Raises:
-        ConfigError: the cache lacks what the stage or the task needs, was made by other encoders, or holds what the
-            task trains.
+    A ConfigError where it lacks what stage or task need, was made by other encoders, or holds what the task trains.
     """
     manifest, where = source.manifest, f"data.path={source.path}"
     check_data(cfg, source)

@@ -41,7 +41,7 @@ from cascade_train.data.latent_cache import (
     write_manifest,
     write_unit,
 )
-from cascade_train.data.loading.worker import Failure, MicroBatches, Results
+from cascade_train.data.loading.worker import MicroBatches, Results
 from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import FEW, RawSample, too_many_text
 from cascade_train.data.source import Source
@@ -201,7 +201,7 @@ def describe(cfg: Mapping[str, Any], encoder: Encoder, data: Rows, index: Index,
     black, zero_1 = np.zeros((3, size, size), dtype=np.uint8), torch.zeros(1, dtype=torch.int64)
     extra = {} if transform is None else transform(black, torch.Generator().manual_seed(0))
     tensors = {name: torch.from_numpy(array)[None] for name, array in extra.items()}
-    one = {"captions": ("",), "keys": ("",), "epoch_B": zero_1, "index_B": zero_1, "seed": 0}
+    one: dict[str, Any] = {"captions": ("",), "keys": ("",), "epoch_B": zero_1, "index_B": zero_1, "seed": 0}
     batch = Batch(image_BCHW=torch.from_numpy(black)[None], tensors=tensors, **one)
     captions = encoder.captions([""]).get("", {})
     identity = encoder_identity(cfg, stage, [*stage.image_products, *captions]) | data_identity(cfg)
@@ -235,16 +235,15 @@ class PictureReader(MicroBatches):
     """Reads the pictures of rows in worker processes, just as training does in its first epoch."""
 
     def __init__(self, data: Rows, sizes: Index, *, seed: int) -> None:
-        """Store the training samples, and the index with their training sizes."""
         self.source, self.content, self._rows_of = data.source, sizes.content, rows_by_size(sizes.table, data.rows)
         self._raw: dict[int, RawSample] = {}
         super().__init__(data.source, data.index, self._rows_of, seed, data.transform)
 
-    def __getitem__(self, step: Step) -> Pictures | Failure:  # type: ignore[override]
+    def __getitem__(self, step: Step) -> Pictures | RunError:  # type: ignore[override]
         """Return the pictures of one size, stand-ins for the unreadable ones, and what the source returned by row."""
         self._raw = {}
         batch = super().__getitem__(step)
-        return batch if isinstance(batch, Failure) else (batch, self._raw)
+        return batch if isinstance(batch, RunError) else (batch, self._raw)
 
     def read(self, row: int) -> RawSample:
         """Read a sample, and keep all of it but the picture."""

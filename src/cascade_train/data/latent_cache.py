@@ -299,7 +299,6 @@ def _payload(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _spans(tar: Path) -> dict[str, tuple[int, int, int]]:
-    """Return start, size and checksum of every file of a tar, by name."""
     spans = {}
     with tarfile.open(tar) as archive, tar.open("rb") as file:
         for member in archive:

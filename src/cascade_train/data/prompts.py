@@ -103,7 +103,6 @@ def _table_rows(path: Path, where: str) -> Iterator[Row]:
 
 
 def _line_at(path: Path, start: int) -> str:
-    """Return the number of the line that begins at a byte."""
     with open_regular(path) as file:
         return f"line {1 + sum(1 for _ in takewhile(lambda _: file.tell() <= start, file))}"
 

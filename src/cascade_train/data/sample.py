@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cascade_train.batch import Unreadable
 
 FEW = 3
-"""Unreadable samples that no share counts against, while they are at most half of all: few samples say little."""
+"""Unreadable samples that any share allows, while they are at most half of all: few samples say little."""
 
 PICTURES = ("image", "mask")
 
@@ -30,24 +30,16 @@ class UnreadableSampleError(RunError):
 
 @dataclass(frozen=True, kw_only=True)
 class RawSample:
-    """What a source returns for one row of its index.
+    """A sample as its source returns it for one row of its index."""
 
-    Attributes:
-        image: an encoded picture (jpg, png, webp), or (H, W, 3) uint8 RGB; None where `tensors` replace it.
-        mask: where the loss counts: an encoded picture of the image's size, or (H, W) uint8; None = everywhere.
-        caption_from: where its source found the caption: a kind of file, a column.
-        values: what else is known of the sample (its json, its columns), for captions and their templates.
-        tensors: arrays that go into the batch as they are, by name (what a cache holds).
-    """
-
-    image: bytes | np.ndarray | None
+    image: bytes | np.ndarray | None  # encoded (jpg, png, webp), or (H, W, 3) uint8 RGB; None = see `tensors`
     caption: str  # the text, without dropout
     key: str  # where the sample came from, for messages
     weight: float = 1.0  # of its loss
-    caption_from: str = "its source"
-    mask: bytes | np.ndarray | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)
-    tensors: Mapping[str, np.ndarray] = field(default_factory=dict)
+    caption_from: str = "its source"  # where the caption was found: a kind of file, a column
+    mask: bytes | np.ndarray | None = None  # of the loss: encoded, of the image's size, or (H, W) uint8; None = all
+    values: Mapping[str, Any] = field(default_factory=dict)  # its json, its columns, for captions and their templates
+    tensors: Mapping[str, np.ndarray] = field(default_factory=dict)  # arrays of a cache for the batch, by name
 
     def __post_init__(self) -> None:
         for name, value, wanted in (("image", self.image, "(H, W, 3)"), ("mask", self.mask, "(H, W)")):
@@ -94,11 +86,7 @@ class FileLimits:
             raise UnreadableSampleError(f"its {part} has {size} bytes, more than data.{key}={limit} allows")
 
     def read(self, path: Path, part: str) -> bytes:
-        """Read a whole file.
-
-        An UnreadableSampleError where it is larger than allowed, has a name that is impossible, or is no plain file (a
-        device may have no end).
-        """
+        """Read a whole file; an UnreadableSampleError where it is larger than allowed, or no plain file."""
         try:
             with open_regular(path) as file:
                 self.check(part, os.fstat(file.fileno()).st_size)

@@ -81,9 +81,7 @@ class HubSource:
     def look(self, name: str, *, cached_only: bool = False, cache_dir: str | None = None) -> DryRunFileInfo | None:
         """Return size and place of a file without fetching it; None = the repository has none of that name.
 
-        Raises:
-            LocalEntryNotFoundError: it is not in the cache, and the hub cannot be asked.
-            Exception: another error of the client.
+        A LocalEntryNotFoundError where it is not in the cache and the hub cannot be asked, or another of the client.
         """
         _prepare_client()
         cached = huggingface_hub.try_to_load_from_cache(self.repo, name, revision=self.asked, cache_dir=cache_dir)
@@ -103,11 +101,8 @@ class HubSource:
     def fetch(self, name: str, *, verify: bool = False) -> Path:
         """Return the path of a file in the cache, downloaded and checked against its hash if it is not there.
 
-        `verify`: what is there is checked too, and replaced by a new download where it is damaged.
-
-        Raises:
-            ConfigError: the hub sent other or more content than it announced; it is not kept.
-            Exception: an error of the client.
+        `verify`: a file that is there is checked too, and replaced by a new download where it is damaged. A ConfigError
+        where the hub sent other or more content than it announced, which is not kept; else an error of the client.
         """
         there = (self.folder() or self._cache()) / name
         is_here = there.is_file()
@@ -172,9 +167,7 @@ class WebFile:
     def fetch(self) -> Path:
         """Return its path, checked against its hash; downloaded if it is not there, or damaged.
 
-        Raises:
-            ConfigError: the content is another one; it is not kept.
-            OSError: it cannot be had.
+        A ConfigError where the content is another one, which is not kept; an OSError where it cannot be had.
         """
         if self.path.is_file() and find_fault(self.path, self.sha256) is None:
             return self.path
@@ -316,11 +309,7 @@ def unavailable(origin: str, error: Exception) -> ConfigError:
 
 
 def push_folder(folder: Path, repo: str, *, private: bool, names: Sequence[str]) -> str:
-    """Upload what matches `names` in a folder to a repository, made if it is not there, and return its address.
-
-    Raises:
-        ConfigError: the hub refuses, or cannot be reached.
-    """
+    """Upload the files of a folder that match `names` to a repository, made if needed, and return its address."""
     try:
         api = huggingface_hub.HfApi()
         url = api.create_repo(repo, private=private, exist_ok=True)

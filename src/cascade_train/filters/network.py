@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
-from cascade_train.filters.base import ControlFilter, ControlMap, Encode, check_copy, resized, restored
+from cascade_train.filters.base import ControlFilter, ControlMap, Encode, check_copy, map_at_picture_size, resize_map
 from cascade_train.filters.parts.requirements import WeightsFile, find_file, load_weights, open_session, require
 from cascade_train.options import File, check_least
 
@@ -104,7 +104,7 @@ class NetworkFilter(NetworkMap):
         @torch.no_grad()
         def by_network(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
             found = self._chosen(network(self.network_input(image_BCHW)))
-            return resized(self.network_map(found), image_BCHW.shape[-2:])
+            return resize_map(self.network_map(found), image_BCHW.shape[-2:])
 
         return by_network
 
@@ -158,7 +158,7 @@ class OnnxFilter(NetworkMap):
 
     def sample_transform(self) -> SampleTransform:
         """Return the workers' half, once the network was read and found to fit."""
-        session = self._session()
+        session = open_session(self.weights, ONNX_NETWORK)
         inputs, outputs = session.get_inputs(), [each.name for each in session.get_outputs()]
         if len(inputs) != 1 or inputs[0].type != "tensor(float)":
             takes = ", ".join(f"{each.name} {each.type}" for each in inputs)
@@ -176,15 +176,12 @@ class OnnxFilter(NetworkMap):
         return self._make
 
     def _make(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
-        session = self._session()
+        session = open_session(self.weights, ONNX_NETWORK)
         seen = self.network_input(torch.from_numpy(image)[None].float() / 255)
         wanted = [self.output or session.get_outputs()[0].name]
         [found] = session.run(wanted, {session.get_inputs()[0].name: seen.numpy()})
         return {"control_map": self.network_map(torch.from_numpy(found))[0].numpy()}
 
-    def _session(self) -> Any:
-        return open_session(find_file(self.weights, ONNX_NETWORK), ONNX_NETWORK)
-
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Return the map at the size of the pictures."""
-        return restored
+        return map_at_picture_size

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cascade_train.filters.base import ImageFilter, between, check_copy, check_kernels, disc, pick, resized
+from cascade_train.filters.base import ImageFilter, between, check_copy, check_kernels, disc, pick, resize_map
 from cascade_train.filters.parts.requirements import opencv, require
 
 LEVEL_SHARE = 0.33
@@ -50,7 +50,7 @@ class BrightnessFilter(ImageFilter):
     def value(self, image_CHW: Tensor) -> np.ndarray:
         """Return the value of HSV, (h, w) float32, of the copy of a picture (3, H, W) float in [0, 1]."""
         if self.resize is not None:
-            image_CHW = resized(image_CHW[None], (self.resize, self.resize))[0]
+            image_CHW = resize_map(image_CHW[None], (self.resize, self.resize))[0]
         return image_CHW.amax(dim=0).numpy()
 
 

@@ -24,8 +24,8 @@ from cascade_train.filters.base import (
     check_copy,
     check_kernels,
     check_threshold,
-    dilated,
-    resized,
+    dilate,
+    resize_map,
 )
 from cascade_train.filters.parts.requirements import WeightsFile, find_file, load_weights
 from cascade_train.options import File
@@ -102,12 +102,12 @@ class SketchFilter(ControlFilter):
                     f"task.filter.resize=null: pictures of {tuple(size)} px are too small to find edges in, they need"
                     f" sides of {SMALLEST_SIDE} px; give task.filter.resize"
                 )
-            edges_B1HW = network(resized(image_BCHW, size if self.resize is None else (self.resize, self.resize)))
-            thick = torch.stack([dilated(edges_B1HW, kernel) for kernel in self.dilation_kernels])
+            edges_B1HW = network(resize_map(image_BCHW, size if self.resize is None else (self.resize, self.resize)))
+            thick = torch.stack([dilate(edges_B1HW, kernel) for kernel in self.dilation_kernels])
             chosen_B1HW = thick[made["control_kernel"], torch.arange(len(image_BCHW), device=image_BCHW.device)]
             if self.binarize:
                 chosen_B1HW = (chosen_B1HW > made["control_threshold"]).float()
-            return resized(chosen_B1HW, size)
+            return resize_map(chosen_B1HW, size)
 
         return sketched
 

@@ -11,9 +11,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from cascade_train.models.formats.weights import StoredValues
 from cascade_train.models.formats.weights_source import WeightsSpec
 from cascade_train.models.frozen_part import FrozenTower
-from cascade_train.models.initialize import InitialValues, Shares
+from cascade_train.models.initialize import DrawnValues, InitialValues, Rule, Shares, torch_rule
 from cascade_train.models.lora import MAGNITUDE, begin_magnitudes
 from cascade_train.models.stage import Images, Stage, Tokens, product
 from cascade_train.models.text_encoder import TextEncoder
@@ -147,9 +148,18 @@ class DenoisingStage(Stage):
             return found
         return [WeightsSpec(key="model.weights", source=self.weights, part=self.part), *found]
 
-    @abc.abstractmethod
     def _build_network(self, dtype: torch.dtype) -> None:
         """Make the network on the meta device, and `_values`, which `fill` writes into it."""
+        self.network = self.network_config.build()
+        nn.Module.to(self.network, dtype)  # diffusers' own `to` warns about modules to keep in fp32
+        if self.weights is None:
+            self._values = DrawnValues(self.network, self._rule(), seed=self.seed)
+        else:
+            self._values = StoredValues(self.network, self.weights, part=self.part)
+
+    def _rule(self) -> Rule:
+        """Return the initial values of a network without weights."""
+        return torch_rule(self.network)
 
     def fill(self, shares: Shares) -> None:
         """Write the network's initial values, and the adapters' magnitudes, which depend on them."""

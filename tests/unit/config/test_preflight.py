@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from cascade_train.config.preflight import EXTRAS, precision, preflight
+from cascade_train.config.preflight import EXTRAS, precision, preflight, split_batch
 from cascade_train.config.schema import ParallelMode, Precision
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import composed
@@ -30,10 +30,29 @@ def test_result_is_resolved_and_the_argument_stays_as_it_was(tiny: DictConfig):
     assert "${" not in OmegaConf.to_yaml(result)
 
 
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 4), (4, 2)])
-def test_ranks_leave_the_global_batch_unchanged(tiny: DictConfig, ranks: int, micro: int):
-    tiny.train.global_batch_size = 8
-    assert preflight(tiny, ranks=ranks).train.micro_batch_size == micro
+@pytest.mark.parametrize(
+    ("batch", "micro", "ranks", "found"),
+    [(8, None, 1, 8), (8, None, 4, 2), (32, None, 4, 8), (8, 1, 8, 1), (8, 2, 2, 2)],
+)
+def test_without_a_micro_batch_size_there_is_no_accumulation(batch: int, micro: int | None, ranks: int, found: int):
+    assert split_batch(batch, micro, ranks) == found
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "ranks", "message"),
+    [
+        (8, None, 3, r"=8 cannot.*3 ranks: 6 or 9;.*fit 8: 1, 2, 4, 8\."),
+        (2, None, 3, r"=2 cannot.*3 ranks: 3;"),
+        (12, 5, 1, r"micro_batch_size=5 and 1 rank\. .*fit: 1, 2, 3, 4, 6, 12; global.*fit: 10 or 15\."),
+        (8, 3, 2, r"micro_batch_size=3 and 2 ranks.*fit: 1, 2, 4; global.*fit: 6 or 12\."),
+        (8, 16, 1, r"micro_batch_size=16 and 1 rank\. .*fit: 1, 2, 4, 8; global.*fit: 16\."),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_fit(
+    batch: int, micro: int | None, ranks: int, message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        split_batch(batch, micro, ranks)
 
 
 def test_ranks_come_from_the_environment(tiny: DictConfig, monkeypatch: pytest.MonkeyPatch):
@@ -43,21 +62,22 @@ def test_ranks_come_from_the_environment(tiny: DictConfig, monkeypatch: pytest.M
         preflight(tiny)
 
 
-def test_single_on_several_ranks_is_refused(tiny: DictConfig):
-    tiny.parallel.mode = ParallelMode.single
-    preflight(tiny, ranks=1)
-    with pytest.raises(ConfigError, match="parallel=single runs on one rank, but 2 were started"):
-        preflight(tiny, ranks=2)
-
-
-def test_shard_size_belongs_to_hsdp_and_divides_the_ranks(tiny: DictConfig):
-    tiny.parallel.shard_size = 2
-    with pytest.raises(ConfigError, match="parallel.shard_size=2 is for parallel=hsdp, not auto"):
-        preflight(tiny, ranks=4)
-    tiny.parallel.mode = ParallelMode.hsdp
-    preflight(tiny, ranks=4)
-    with pytest.raises(ConfigError, match="parallel.shard_size=2 does not divide the 1 ranks"):
-        preflight(tiny, ranks=1)
+@pytest.mark.parametrize(
+    ("mode", "shard_size", "fitting", "refused", "message"),
+    [
+        (ParallelMode.single, None, 1, 2, "parallel=single runs on one rank, but 2 were started"),
+        (ParallelMode.hsdp, 2, 4, 1, "parallel.shard_size=2 does not divide the 1 ranks"),
+        (ParallelMode.auto, 2, None, 4, "parallel.shard_size=2 is for parallel=hsdp, not auto"),
+    ],
+)
+def test_the_ranks_must_form_the_mesh(
+    tiny: DictConfig, mode: ParallelMode, shard_size: int | None, fitting: int | None, refused: int, message: str
+):
+    tiny.parallel.mode, tiny.parallel.shard_size = mode, shard_size
+    if fitting is not None:
+        preflight(tiny, ranks=fitting)
+    with pytest.raises(ConfigError, match=message):
+        preflight(tiny, ranks=refused)
 
 
 def test_all_missing_values_are_named_at_once(tiny: DictConfig):
@@ -174,15 +194,12 @@ def test_task_that_does_not_fit_the_stage_is_refused_with_what_does(
         preflight(tiny, ranks=1)
 
 
-def test_precision_that_is_given_stays(tiny: DictConfig):
-    tiny.train.precision = Precision.bf16
-    assert preflight(tiny, ranks=1).train.precision is Precision.bf16
-
-
 def test_automatic_precision_is_what_the_model_is_meant_for(tiny: DictConfig):
     assert preflight(tiny, ranks=1).train.precision is Precision.fp32
     tiny.model.precision = "bf16"
     assert preflight(tiny, ranks=1).train.precision is Precision.bf16
+    tiny.train.precision = Precision.fp32
+    assert preflight(tiny, ranks=1).train.precision is Precision.fp32
 
 
 @pytest.mark.parametrize(("own", "reason"), [(None, "has no precision"), ("fp8", "model.precision=fp8 is none")])

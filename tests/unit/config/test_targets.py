@@ -157,11 +157,6 @@ def test_a_module_that_cannot_be_imported_is_refused_with_its_key(tmp_path: Path
         check_component("data", {"_target_": "mistyped.A"}, None)
 
 
-def test_an_argument_of_a_class_that_a_call_made_is_checked(own: str):
-    with pytest.raises(ConfigError, match=r"task.part.rank is unknown: \w+.Strange has no such argument"):
-        check_component("task.part", {"_target_": f"{own}.Strange", "rank": 3}, [own])
-
-
 def test_only_what_inherits_from_an_optimizer_or_schedule_is_trusted_in_the_engine():
     assert is_trusted("cascade_train.engine.lr_schedule.CosineSchedule")
     assert not is_trusted("cascade_train.engine.checkpoint.store.CheckpointStore")
@@ -180,6 +175,8 @@ ATTACKS = (
     "torch.optim.Nothing",
     "cascade_train.data.stream.stream_samples",
     "cascade_train.data.stream.subprocess.run",
+    "torch.optim.adamw.torch.hub.load",
+    "cascade_train.engine.optimizer.Any",
     "cascade_train.files.durable.write_durably",
     "cascade_train.models.formats.weights.torch.load",
     "cascade_train.__main__.launch",

@@ -23,16 +23,9 @@ from tests.unit.data.dataset_contract import DatasetContract
 
 
 def parquet(path: Any, **options: Any) -> Parquet:
-    """Make a source with small defaults."""
-    defaults = {
-        **tars.SMALL,
-        "image_column": "image",
-        "caption_column": "text",
-        "width_column": None,
-        "height_column": None,
-        "root": None,
-    }
-    return Parquet(path=path if isinstance(path, list) else str(path), **{**defaults, **options})
+    columns = {"image_column": "image", "caption_column": "text", "width_column": None, "height_column": None}
+    options = {**tars.SMALL, **columns, "root": None, **options}
+    return Parquet(path=path if isinstance(path, list) else str(path), **options)
 
 
 def write(path: Path, rows: list[dict[str, Any]], group: int = 4) -> Path:

@@ -236,14 +236,6 @@ def test_what_is_not_there_is_named(bucket: Bucket, url: str, message: str) -> N
         tars.webdataset(url).open()
 
 
-def test_a_damaged_remote_tar_is_named(bucket: Bucket, folder: Path) -> None:
-    path = folder / "part-0.tar"
-    path.write_bytes(path.read_bytes()[:-10_000])
-    bucket.put_all(folder)
-    with pytest.raises(ConfigError, match=f"{PREFIX}part-0.tar is cut short"):
-        tars.webdataset(PREFIX).open()
-
-
 def test_an_object_that_changes_under_a_run_ends_it(bucket: Bucket, folder: Path) -> None:
     bucket.put_all(folder)
     source: WebDataset = tars.webdataset(f"{PREFIX}part-1.tar")
@@ -252,13 +244,6 @@ def test_an_object_that_changes_under_a_run_ends_it(bucket: Bucket, folder: Path
         bucket.put(folder / "part-0.tar", "set/part-1.tar")
         with pytest.raises(RuntimeError, match="part-1.tar changed during the run: its ETag was"):
             next(loader)
-
-
-def test_nothing_of_boto_is_logged(bucket: Bucket, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    bucket.put_all(folder)
-    with caplog.at_level(logging.INFO):
-        tars.webdataset(PREFIX).open()
-    assert "never-shown" not in caplog.text
 
 
 def test_local_tars_of_a_mixed_list_are_read_by_one_thread(

@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.stable_diffusion.formats.controlnet_folder import read_controlnet
-from cascade_train.models.stable_diffusion.networks.controlnet import empty_controlnet
+from cascade_train.models.stable_diffusion.control import FIRST_LAYER, read_controlnet
+from cascade_train.models.stable_diffusion.formats.original_names import unet_modules
+from cascade_train.models.stable_diffusion.networks.unet import empty_controlnet
 from cascade_train.tasks.base import Guide, SampleSettings
-from tests.unit.models.stable_diffusion.formats.ldm_names import unet_name
 from tests.unit.models.stages import build_stage
 from tests.unit.tasks.as_diffusers import assert_equal_gradients, reference_loss
 from tests.unit.tasks.task_contract import CPU, TaskContract, batch_for, component, left
@@ -163,26 +163,28 @@ def test_files_of_the_original_code_are_read(tmp_path: Path) -> None:
     for number, parameter in enumerate(network.parameters()):
         nn.init.constant_(parameter, float(number))
     state = network.state_dict()
-    save_file({original_name(name): value.contiguous() for name, value in state.items()}, tmp_path / "a.safetensors")
-    found = read_controlnet(str(tmp_path / "a.safetensors"), dict(stage.network.config), key="task.weights")
-    assert found.state.keys() == state.keys()
-    assert all(torch.equal(found.state[name], value) for name, value in state.items())
-    assert (found.channels, found.filter) == (3, None)
+    own = unet_modules(name.rpartition(".")[0] for name in state if not name.startswith("controlnet_"))
+    stored = {f"control_model.{original_name(name, own)}": value.contiguous() for name, value in state.items()}
+    save_file(stored, tmp_path / "a.safetensors")
+    found, made_by = read_controlnet(str(tmp_path / "a.safetensors"), dict(stage.network.config), key="task.weights")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    assert (found[FIRST_LAYER].shape[1], made_by) == (3, None)
 
 
-def original_name(name: str) -> str:
+def original_name(name: str, own: dict[str, str]) -> str:
     """Return the name of a control network's tensor in the original code."""
     stem, leaf = name.rsplit(".", 1)
     if (match := re.fullmatch(r"controlnet_down_blocks\.(\d+)", stem)) is not None:
-        return f"control_model.zero_convs.{match[1]}.0.{leaf}"
+        return f"zero_convs.{match[1]}.0.{leaf}"
     if stem == "controlnet_mid_block":
-        return f"control_model.middle_block_out.0.{leaf}"
+        return f"middle_block_out.0.{leaf}"
     if stem.startswith("controlnet_cond_embedding."):
         inner = stem.removeprefix("controlnet_cond_embedding.")
         number = {"conv_in": 0, "conv_out": 14}.get(inner)
         number = 2 * (int(inner.rpartition(".")[2]) + 1) if number is None else number
-        return f"control_model.input_hint_block.{number}.{leaf}"
-    return unet_name(name, 1).replace("model.diffusion_model.", "control_model.")
+        return f"input_hint_block.{number}.{leaf}"
+    return f"{own[stem]}.{leaf}"
 
 
 def test_what_does_not_fit_is_refused(trained: tuple[str, Any, Path], tmp_path: Path) -> None:

@@ -134,7 +134,6 @@ def _pixels(stored: Image.Image, encoded: bytes, *, whole: bool) -> np.ndarray:
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Return a view rotated and mirrored by the EXIF orientation."""
     if orientation >= 5:
         pixels = pixels.transpose(1, 0, 2)
     down = -1 if orientation in (3, 4, 7, 8) else 1

@@ -186,7 +186,6 @@ def find_tars(urls: str | list[str], listings: Listings) -> list[Tar]:
 
 
 def _is_prefix(url: str) -> bool:
-    """Return whether a url is an S3 prefix, which is listed: whatever does not end as a tar does."""
     return url.startswith(SCHEME) and not url.lower().endswith((*_ENDS, *_UNREAD_COMPRESSIONS))
 
 

@@ -105,13 +105,12 @@ def load_verdicts(
     A json of more than `largest` bytes counts as none. Raises as `load_shard`.
     """
     sizes = shard.table["json_bytes"].astype(np.int64)
-    is_limited = largest is not None and bool((sizes > largest).any())
-    index, limit = _cache_file(tar, cache_dir), f"-{largest}" if is_limited else ""
+    is_too_large = sizes > (np.iinfo(np.int64).max if largest is None else largest)
+    index, limit = _cache_file(tar, cache_dir), f"-{largest}" if is_too_large.any() else ""
     cached = index.with_name(f"{index.stem}-filters-{filters.identity}{limit}.npz")
     verdicts = (read_cache(cached) or {}).get("verdicts")
     if verdicts is None or verdicts.shape != (len(shard.table), 1 + len(filters)):
-        if is_limited:
-            sizes[sizes > largest] = 0
+        sizes[is_too_large] = 0
         verdicts = judge_shard(tar, shard.table["json_start"].tolist(), sizes.tolist(), filters)
         write_cache(cached, {"verdicts": verdicts}, required=cache_dir is not None)
     return verdicts

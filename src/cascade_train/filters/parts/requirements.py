@@ -103,10 +103,11 @@ def read_tensors(path: Path, known: WeightsFile) -> dict[str, Tensor]:
 
 
 @cache
-def open_session(path: Path, known: WeightsFile) -> InferenceSession:
-    """Open a network once in each process, on one thread; a ConfigError where onnxruntime cannot run the file."""
+def open_session(source: str, known: WeightsFile) -> InferenceSession:
+    """Open a network once in each process, on one thread; a ConfigError as of `find_file`, or if it cannot be run."""
     import onnxruntime
 
+    path = find_file(source, known)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3

@@ -1,65 +1,166 @@
-"""Pictures of an evaluation: numbered files, each a function of seed and number alone, made by all ranks.
+"""Pictures of an evaluation: originals, held out or a user's, and those that are made.
 
-A picture appears whole or not at all, and those that are there are not made again. What they are compared with is not
-known here.
+What is made are numbered files, each a function of seed and number alone, made by all ranks. A file appears whole or
+not at all, and those that are there are not made again.
 
-Shape legend: B pictures made at once, C channels, H W size.
+Shape legend: B pictures of a batch, N of a set, C channels, H W size in pixels.
 """
 
 from __future__ import annotations
 
-import gc
+import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from omegaconf import DictConfig
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cascade_train.assembly.components import Parts
+from cascade_train.assembly.components import build_component
 from cascade_train.assembly.samples import build_painter
+from cascade_train.batch import Batch
+from cascade_train.config.saved import composed
+from cascade_train.data.data_set import Rows, open_data_set
+from cascade_train.data.loading.worker import MicroBatches
+from cascade_train.data.order.plan import Step
+from cascade_train.data.source import Source
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
-from cascade_train.distributed.parallelize import evaluating
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.sampling import to_images
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import replacing
 from cascade_train.files.untrusted import PICTURE_BYTES, load_mapping, open_regular
-from cascade_train.results.evaluation.originals import Originals
 from cascade_train.results.find import TrainedModel
-from cascade_train.results.paint import Fingerprint, Order, Sizes, check_same_latents, draws, load_parts
-from cascade_train.tasks.base import Guide
-from cascade_train.tasks.text_to_image import DiffusionPainter
+from cascade_train.results.paint import (
+    Fingerprint,
+    PromptBatch,
+    Sizes,
+    draws,
+    latent_decoder,
+    latent_sampler,
+    loaded,
+)
 
-Batch = tuple[int, ...]
+Numbers = tuple[int, ...]
 """Numbers of pictures that are made at once, always these together, so that rounding is the same each time."""
+
+KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "csv", ".ndjson": "csv", ".parquet": "parquet"}
+"""Option of `data` that reads a file, by its extension; a folder is data=folder, all else tars."""
+
+AS_THEY_ARE = {"crop": "center", "flip_prob": 0.0}
+"""Options of any data by which a picture is the same each time."""
+
+
+class Originals:
+    """Pictures of an opened source, numbered from 0, cropped to the middle at the sizes of its buckets."""
+
+    def __init__(self, name: str, rows: Rows) -> None:
+        self.name, self._rows = name, rows
+        table = rows.source.bucket_table(rows.index)
+        width_N, height_N = (rows.index.table[side][rows.rows] for side in ("width", "height"))
+        self._sizes_N2: np.ndarray = table.sizes_K2[table.nearest(width_N, height_N)]
+        none = {(int(height), int(width)): np.zeros(0, dtype=np.int64) for height, width in table.sizes_K2}
+        self._reader = MicroBatches(rows.source, rows.index, stand_ins=none, seed=0)
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that change when a picture is added, removed, renamed or of another size."""
+        state = hashlib.sha256(self._rows.index.digest.encode())
+        for array in (self._rows.rows, self._sizes_N2):
+            state.update(np.ascontiguousarray(array).tobytes())
+        return state.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self._rows.rows)
+
+    def first(self, count: int | None, *, seed: int) -> Originals:
+        """Return `count` of the pictures, drawn by the seed; None = all."""
+        return self if count is None else Originals(self.name, self._rows.first(count, seed=seed))
+
+    def batches(self, size: int) -> list[tuple[int, ...]]:
+        """Return the numbers of all pictures in batches of one shape, of at most `size`: the same ones each time."""
+        shapes: dict[tuple[int, int], list[int]] = {}
+        for number, (height, width) in enumerate(self._sizes_N2.tolist()):
+            shapes.setdefault((height, width), []).append(number)
+        return [tuple(same[start : start + size]) for same in shapes.values() for start in range(0, len(same), size)]
+
+    def read(self, numbers: Sequence[int]) -> Batch:
+        """Read pictures of one shape, (B, 3, H, W) uint8, and their captions; a RunError names one that is damaged."""
+        rows = self._rows.rows[list(numbers)]
+        height, width = self._sizes_N2[numbers[0]].tolist()
+        made = self._reader[Step(rows=rows, epochs=np.zeros_like(rows), height=height, width=width)]
+        if isinstance(made, RunError):
+            raise RunError(f"{self.name}: {made}. Mend or remove it.")
+        return made
+
+    def images(self, numbers: Sequence[int]) -> list[Tensor]:
+        """Read pictures of one shape, (3, H, W) uint8 each."""
+        image_BCHW = self.read(numbers).image_BCHW
+        assert image_BCHW is not None, "originals are pictures"
+        return list(image_BCHW)
+
+    def captions(self, numbers: Sequence[int]) -> list[str]:
+        """Return captions without decoding the pictures."""
+        source = self._rows.source
+        rows = self._rows.rows[list(numbers)].tolist()
+        return [source.captions_of(row)(source.read(row), torch.Generator().manual_seed(0)) for row in rows]
+
+
+def open_originals(cfg: DictConfig, real: Sequence[str], *, key: str = "real") -> Originals:
+    """Open the pictures that a user names, or, where none are, those that a run of a configuration held out."""
+    if not real:
+        return Originals("the run's held-out pictures", _held_out(cfg, key))
+    try:
+        source = _source(list(real), image_size=cfg.model.image_size)
+        source.check()
+        rows = open_data_set(source, share=None, held_out=None).training
+    except ConfigError as error:
+        raise ConfigError(f"{key}={','.join(real)}: {error}") from error
+    return Originals(", ".join(real), rows)
+
+
+def _held_out(cfg: DictConfig, key: str) -> Rows:
+    options = {**AS_THEY_ARE, "image_size": cfg.model.image_size}
+    source: Source = build_component(cfg, "data", **options)
+    given = cfg.validate.urls
+    held_out = None if given is None else build_component(cfg, "data", **options, urls=list(given))
+    rows = open_data_set(source, share=cfg.validate.share, held_out=held_out).held_out
+    if rows is None or source.is_cache or not rows.index.rows_are_samples:
+        reason = "held out no pictures (validate.share)" if rows is None else "has no pictures that can be numbered"
+        raise ConfigError(f"{key}=null: {reason}. Name a folder, a table or tars of pictures: {key}=photos.")
+    return rows
+
+
+def _source(real: list[str], *, image_size: int) -> Source:
+    kind = "folder" if Path(real[0]).expanduser().is_dir() else KINDS.get(Path(real[0]).suffix.lower(), "webdataset")
+    place = "urls" if kind == "webdataset" else "path"
+    cfg = composed(["model=c_tiny", "task=finetune", "run.name=real", f"data={kind}", f"data.{place}=here"])
+    named = real if len(real) > 1 or kind == "webdataset" else real[0]
+    source: Source = build_component(cfg, "data", **AS_THEY_ARE, image_size=image_size, **{place: named})
+    return source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is made.
+    """The pictures to make: their captions by number, the numbers in batches, and the seed of their noise.
 
-    Attributes:
-        captions: of each picture, by its number.
-        batches: the numbers, in batches.
-        seed: of the noise, with a picture's number.
-        originals: what pictures reconstruct or follow, by number; None = captions alone.
+    `originals`, by number, are what pictures reconstruct or follow; None = captions alone.
     """
 
     captions: Sequence[str]
-    batches: Sequence[Batch]
+    batches: Sequence[Numbers]
     seed: int
     originals: Originals | None
 
-    def order(self, batch: Batch, guide: Guide | None = None) -> Order:
-        """Return what is painted at once."""
-        return Order(captions=tuple(self.captions[number] for number in batch), numbers=batch, guide=guide)
+    def prompts(self, batch: Numbers) -> PromptBatch:
+        """Return the prompts of a batch."""
+        return PromptBatch(captions=tuple(self.captions[number] for number in batch), numbers=batch)
 
 
 @dataclass(frozen=True)
@@ -69,7 +170,7 @@ class Folder:
     path: Path
 
     def make(self) -> None:
-        """Make the folder, where it is missing."""
+        """Make the folder where it is missing."""
         for name in ("pictures", "latents"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
 
@@ -82,7 +183,7 @@ class Folder:
         """Return the place of a picture."""
         return self.path / "pictures" / f"{number:06d}.png"
 
-    def latent(self, batch: Batch) -> Path:
+    def latent(self, batch: Numbers) -> Path:
         """Return the place of what Stage C sampled for pictures that Stage B has not decoded yet."""
         return self.path / "latents" / f"{batch[0]:06d}-{batch[-1]:06d}.safetensors"
 
@@ -100,7 +201,11 @@ class Folder:
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow raises all of them
             raise ConfigError(f"{path} is no whole picture ({error}); remove it, and it is made again") from error
 
-    def save(self, batch: Batch, image_BCHW: Tensor) -> None:
+    def read_all(self, batch: Numbers) -> list[Tensor]:
+        """Return the pictures of a batch, (3, H, W) uint8 each."""
+        return [self.read(number) for number in batch]
+
+    def save(self, batch: Numbers, image_BCHW: Tensor) -> None:
         """Write the pictures of a batch that are not there, (B, 3, H, W) float in [0, 1]."""
         for number, image in zip(batch, to_images(image_BCHW), strict=True):
             if not self.picture(number).is_file():
@@ -108,7 +213,7 @@ class Folder:
                     image.save(beside)
 
 
-def missing(work: Work, folder: Folder) -> list[Batch]:
+def missing(work: Work, folder: Folder) -> list[Numbers]:
     """Return the batches that have pictures to make. Collective."""
     return from_rank_zero(
         lambda: [batch for batch in work.batches if not all(folder.picture(number).is_file() for number in batch)]
@@ -121,106 +226,70 @@ def make_pictures(
     work: Work,
     folder: Folder,
     *,
-    todo: Sequence[Batch],
+    todo: Sequence[Numbers],
     sizes: Sizes | None,
     world: World,
 ) -> None:
     """Make the batches `todo`, each on one rank; `sizes` are those of prompts, None = those of `work.originals`.
 
     Collective.
-
-    Raises:
-        ConfigError: weights that are not there or do not fit, or stages that were not made for each other.
     """
     from_rank_zero(folder.make)
     if decoder is None:
-        _in_one_stage(model, work, folder, todo, sizes, world)
+        _paint_with_one_stage(model, work, folder, todo, sizes, world)
     else:
         assert sizes is not None, "what follows pictures has no decoder"
         _sample_latents(model, work, folder, todo, sizes, world)
-        _decode(model, decoder, work, folder, todo, sizes, world)
+        with loaded(decoder, world) as parts:
+            sampled = Fingerprint(**load_mapping(folder.compressor, kind=str, digest=str))
+            decode = latent_decoder(model, sampled, decoder, parts, sizes, work.seed)
+
+            def save(batch: Numbers) -> None:
+                folder.save(batch, decode(work.prompts(batch), load_file(folder.latent(batch))["latent"]))
+
+            _split(todo, save, world)
     from_rank_zero(lambda: shutil.rmtree(folder.path / "latents"))
 
 
-def _in_one_stage(
-    model: TrainedModel, work: Work, folder: Folder, todo: Sequence[Batch], sizes: Sizes | None, world: World
+def _paint_with_one_stage(
+    model: TrainedModel, work: Work, folder: Folder, todo: Sequence[Numbers], sizes: Sizes | None, world: World
 ) -> None:
-    with _loaded(model, world) as parts:
+    with loaded(model, world) as parts:
 
-        def paint(batch: Batch) -> None:
-            order, size = work.order(batch), None if sizes is None else sizes.painted
-            image_BCHW = None if work.originals is None else _on(parts, work.originals.read(batch).image_BCHW)
-            painter = build_painter(model.cfg, parts, size if image_BCHW is None else image_BCHW.shape[-2:])
-            folder.save(batch, painter.paint(order.captions, image_BCHW, draws(work.seed, order, "generate")))
+        def save(batch: Numbers) -> None:
+            prompts, image_BCHW = work.prompts(batch), None
+            size: Sequence[int] | None = None if sizes is None else sizes.painted
+            if work.originals is not None:
+                image_BCHW = torch.stack(work.originals.images(batch)).to(parts.task.device).float() / 255
+                size = image_BCHW.shape[-2:]
+            painter = build_painter(model.cfg, parts, size)
+            folder.save(batch, painter.paint(prompts.captions, image_BCHW, draws(work.seed, prompts, "generate")))
 
-        _deal(todo, paint, world)
+        _split(todo, save, world)
 
 
 def _sample_latents(
-    model: TrainedModel, work: Work, folder: Folder, todo: Sequence[Batch], sizes: Sizes, world: World
+    model: TrainedModel, work: Work, folder: Folder, todo: Sequence[Numbers], sizes: Sizes, world: World
 ) -> None:
-    """Let Stage C sample the latents that are not there."""
     left = from_rank_zero(lambda: [batch for batch in todo if not folder.latent(batch).is_file()])
     if not left:
         return
-    with _loaded(model, world) as parts:
-        painter = build_painter(model.cfg, parts, sizes.painted)
-        assert isinstance(painter, DiffusionPainter), "a Stage C is sampled by diffusion"
-        fingerprint = Fingerprint.of(parts.stage)
+    with loaded(model, world) as parts:
+        sample, fingerprint = latent_sampler(model, parts, sizes, work.seed), Fingerprint.of(parts.stage)
         from_rank_zero(lambda: folder.compressor.write_text(json.dumps(asdict(fingerprint))))
 
-        def paint(batch: Batch) -> None:
-            order = work.order(batch)
-            latent_BCHW = painter.latents(order.captions, None, draws(work.seed, order, "generate"))
+        def save(batch: Numbers) -> None:
+            latent_BCHW = sample(work.prompts(batch))
             with replacing(folder.latent(batch), durable=False) as beside:
                 save_file({"latent": latent_BCHW.cpu().contiguous()}, beside)
 
-        _deal(left, paint, world)
+        _split(left, save, world)
 
 
-def _decode(
-    model: TrainedModel,
-    decoder: TrainedModel,
-    work: Work,
-    folder: Folder,
-    todo: Sequence[Batch],
-    sizes: Sizes,
-    world: World,
-) -> None:
-    """Let Stage B and A make pictures of the latents."""
-    with _loaded(decoder, world) as parts:
-        sampled = Fingerprint(**load_mapping(folder.compressor, kind=str, digest=str))
-        check_same_latents(model, sampled, decoder, Fingerprint.of(parts.stage))
-        painter = build_painter(decoder.cfg, parts, sizes.picture)
+def _split(batches: Sequence[Numbers], work: Callable[[Numbers], None], world: World) -> None:
 
-        def paint(batch: Batch) -> None:
-            order = work.order(batch, Guide(semantic_BCHW=load_file(folder.latent(batch))["latent"]))
-            folder.save(batch, painter.paint(order.captions, None, draws(work.seed, order, "decode"), order.guide))
-
-        _deal(todo, paint, world)
-
-
-@contextmanager
-def _loaded(model: TrainedModel, world: World) -> Iterator[Parts]:
-    """Build a stage for the block, for sampling alone; the one before it leaves the memory first. Collective."""
-    gc.collect()  # modules refer to each other
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
-    parts = load_parts(model, world)
-    with evaluating([] if "network" in parts.stage.left_out else [parts.stage.network]), torch.no_grad():
-        yield parts
-
-
-def _deal(batches: Sequence[Batch], work: Callable[[Batch], None], world: World) -> None:
-    """Do this rank's share of the batches; a failure reaches all ranks. Collective."""
-
-    def do_own() -> None:
+    def do_share() -> None:
         for batch in batches[world.rank :: world.ranks]:
             work(batch)
 
-    from_every_rank(do_own)
-
-
-def _on(parts: Parts, image_BCHW: Tensor | None) -> Tensor:
-    assert image_BCHW is not None, "originals are pictures"
-    return image_BCHW.to(parts.task.device).float() / 255
+    from_every_rank(do_share)

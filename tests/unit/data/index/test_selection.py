@@ -148,12 +148,6 @@ def test_samples_left_out_are_not_drawn_and_a_resume_without_the_filter_is_refus
         loader.load_state_dict(state)
 
 
-def test_no_sample_left_is_refused(tmp_path: Path) -> None:
-    source = tars.webdataset(sizes_tar(tmp_path), size_filters={"width": "> 1000"})
-    with pytest.raises(ConfigError, match="no sample is left to read: 12 of 12 samples do not meet data.size_filters"):
-        open_data_set(source, share=None, held_out=None)
-
-
 def line(name: str) -> str:
     return json.dumps({"sample": name, "reason": "damaged", "step": 3}, ensure_ascii=False) + "\n"
 
