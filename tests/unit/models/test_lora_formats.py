@@ -252,7 +252,7 @@ def test_a_file_without_a_header_still_says_its_size(tmp_path: Path, width: int,
     ("names", "message"),
     [
         (["clip_txt_mapper.lora_down.weight"], "lora_unet_clip_txt_mapper lacks half of its adapter"),
-        (["clip_txt_mapper.hada_w1_a"], "hada_w1_a is no part of a low-rank adapter"),
+        (["mid.lora_down.weight", "mid.hada_w1_a"], "hada_w1_a is no part of a low-rank adapter"),
         (["mid.lora_down.weight", "mid.lora_up.weight"], "adapts lora_unet_mid, which this model has not"),
     ],
 )
