@@ -22,7 +22,7 @@ from cascade_train.data.shapes import Shapes
 from cascade_train.distributed.process_group import process_group
 from cascade_train.filters.canny import CannyFilter
 from cascade_train.results.find import find_model
-from cascade_train.results.paint import Order, fit_sizes
+from cascade_train.results.paint import PromptBatch, fit_sizes
 from cascade_train.results.paint import paint as paint_orders
 from cascade_train.tasks.base import Guide
 
@@ -44,7 +44,7 @@ def paint(run: Path, image_BCHW: Tensor, strength: float) -> tuple[Tensor, Tenso
     maps = np.stack([canny.apply(image.numpy(), torch.Generator()) for image in image_BCHW])
     numbers = tuple(range(len(image_BCHW)))
     guide = Guide(image_BCHW=image_BCHW, is_map=False, strength=strength, numbers=numbers)
-    order = Order(captions=("a shape",) * len(numbers), numbers=numbers, guide=guide)
+    order = PromptBatch(captions=("a shape",) * len(numbers), numbers=numbers, guide=guide)
     model = find_model(str(run), key="run", part="prior")
     sizes = fit_sizes(model, None, height=None, width=None, compression=None)
     with process_group() as world:

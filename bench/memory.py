@@ -74,7 +74,7 @@ def be_case(name: str, out: Path) -> None:
     import torch
 
     from cascade_train.__main__ import launch
-    from cascade_train.assembly.planning.live import Live
+    from cascade_train.assembly.planning.allocations import Allocations
     from cascade_train.assembly.planning.memory import memory_of
     from cascade_train.assembly.planning.rehearsal import AVERAGE, COPIES, ENCODERS, OPTIMIZER, WEIGHTS
     from cascade_train.engine.loop import Trainer
@@ -93,12 +93,12 @@ def be_case(name: str, out: Path) -> None:
             found["process"] = status("VmHWM") - before
             return made
         if self.step == 2:
-            with Live() as live:
-                live.label = HELD
-                live.note(holdings(self))  # else views of weights would count as new
-                live.label, begin = "step", live.tick
+            with Allocations() as allocations:
+                allocations.label = HELD
+                allocations.record(holdings(self))  # else views of weights would count as new
+                allocations.label, begin = "step", allocations.tick
                 made = train_step(self, micro_batches)
-            curves = live.curves(begin)
+            curves = allocations.curves(begin)
             found["tensors"] = float((sum(curves.values()) - curves[HELD][0]).max())
             return made
         return train_step(self, micro_batches)

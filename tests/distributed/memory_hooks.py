@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils._pytree import tree_iter
 
-from cascade_train.assembly.planning.live import Live
+from cascade_train.assembly.planning.allocations import Allocations
 from cascade_train.distributed import whole
 from cascade_train.distributed.parallelize import local
 from cascade_train.engine.loop import Trainer
@@ -27,15 +27,15 @@ def held(trainer: Trainer) -> Iterable[Any]:
 
 def note_peak(out: Path) -> None:
     """Record the first two steps, as what is gathered keeps its storages, and write the peak of the second."""
-    train_step, live = Trainer.train_step, Live()
+    train_step, allocations = Trainer.train_step, Allocations()
     whole.BUCKET_BYTES = 2**18  # as small beside the weights as it is beside those of published networks
 
     def step(self: Trainer, micro_batches: Any) -> Any:
-        with live:
-            live.note(held(self))
-            begin, values = live.tick, train_step(self, micro_batches)
+        with allocations:
+            allocations.record(held(self))
+            begin, values = allocations.tick, train_step(self, micro_batches)
         if self.step == 2:
-            (out / f"peak_{dist.get_rank()}").write_text(json.dumps(int(sum(live.curves(begin).values()).max())))
+            (out / f"peak_{dist.get_rank()}").write_text(json.dumps(int(sum(allocations.curves(begin).values()).max())))
         return values
 
     Trainer.train_step = step

@@ -122,7 +122,7 @@ def refused_after_a_change(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert launch([*SMALL, *NEEDS, "train.max_steps=2", "run.dir=changed"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "its files are others than this run began with" in said
+    assert "its files changed since this run started" in said
     assert f"the commit {COMMIT} behind an @" in said
 
 

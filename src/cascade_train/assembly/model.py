@@ -1,10 +1,15 @@
-"""The model of a run: the stage built, the task attached, what trains sharded and bound to its optimizer."""
+"""Build the model of a run: stage, task, sharded phases; and record its files."""
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -12,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
 from cascade_train.assembly.components import Parts
+from cascade_train.config.arguments import component_options
+from cascade_train.config.saved import to_plain
 from cascade_train.distributed.consensus import from_every_rank
 from cascade_train.distributed.parallelize import (
     fits_one_device,
@@ -22,16 +29,23 @@ from cascade_train.distributed.parallelize import (
 )
 from cascade_train.distributed.process_group import World, build_mesh, mesh_shape
 from cascade_train.engine.average import Ema
+from cascade_train.engine.checkpoint.folder import hash_file
 from cascade_train.engine.optimizer import OptimizerSpec
 from cascade_train.engine.phase import BoundPhase, checked_loss, trainable_parameters
 from cascade_train.errors import ConfigError
+from cascade_train.files.durable import write_durably
+from cascade_train.files.hub import announced_hash, parse_source
+from cascade_train.files.untrusted import load_mapping
 from cascade_train.models.formats.int8 import fill_codes, quantize
+from cascade_train.models.formats.weights_source import WeightsSpec, find_files, local_path
 from cascade_train.models.lora import MAGNITUDE
 from cascade_train.models.stage import Stage
 from cascade_train.tasks.base import Phase
 
 log = logging.getLogger(__name__)
 
+RECORD = "weights.json"
+"""In a run: key -> source, commit on the hub, and size and SHA-256 of each file."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -42,13 +56,13 @@ def compute_dtype(cfg: DictConfig) -> torch.dtype:
 
 
 def build_whole_model(cfg: DictConfig, parts: Parts, world: World) -> None:
-    """Build the stage and the task whole on each rank, in the dtype of compute, to look at results. Collective."""
-    build_model(cfg, parts, world, network_dtype=compute_dtype(cfg))
+    """Build the stage and the task whole on each rank, in the dtype of compute. Collective."""
+    from_every_rank(partial(build_modules, cfg, parts, world.device, network_dtype=compute_dtype(cfg)))
     fill(parts.stage, world.device)
 
 
 def fill(stage: Stage, device: torch.device) -> None:
-    """Give what the stage left on the meta device its values, of a sharded network this rank's share. Collective."""
+    """Fill this rank's share of a network on the meta device with its values. Collective."""
     if "network" in stage.left_out:
         return
     shares = materialise(stage.network, device)
@@ -56,18 +70,8 @@ def fill(stage: Stage, device: torch.device) -> None:
     refuse_meta({"network": stage.network})
 
 
-def build_model(cfg: DictConfig, parts: Parts, world: World, *, network_dtype: torch.dtype) -> None:
-    """Build the stage and let the task take it; the network may still be without values. Collective.
-
-    Raises:
-        ConfigError: weights that do not exist or fit, a task that does not fit the stage, or an option that would do
-            nothing.
-    """
-    from_every_rank(partial(build_modules, cfg, parts, world.device, network_dtype=network_dtype))
-
-
 def build_modules(cfg: DictConfig, parts: Parts, device: torch.device, *, network_dtype: torch.dtype) -> None:
-    """Build the stage and let the task take it, in this process alone; raises as `build_model`."""
+    """Build the stage and attach the task; the network may stay on the meta device."""
     parts.stage.build(device=device, network_dtype=network_dtype, frozen_dtype=compute_dtype(cfg))
     parts.task.attach(parts.stage, parts.objective, device)
     if "network" not in parts.stage.left_out:
@@ -85,7 +89,8 @@ def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase
     A network that trains is kept in fp32, as masters. No rank ever holds more of the network than its share: that
     is sharded on the meta device, before it has memory.
     """
-    build_model(cfg, parts, world, network_dtype=stored_dtype(cfg, parts))
+    dtype = stored_dtype(cfg, parts)
+    from_every_rank(partial(build_modules, cfg, parts, world.device, network_dtype=dtype))
     from_every_rank(partial(quantize_base, cfg, parts))
     frozen = not parts.task.trains_network and "network" not in parts.stage.left_out
     if world.is_main and cfg.model.weights is None and frozen:
@@ -98,24 +103,13 @@ def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase
     states = ((phase.optimizer or parts.optimizer).bytes_per_parameter(world.device) for phase in phases)
     whole = partial(fits_one_device, roots, world.device, compute_dtype=compute_dtype(cfg), state_bytes=states)
     fits = all(from_every_rank(whole))
-    mesh = mesh_of_run(cfg, world, fits=fits)
-    shard(cfg, phases, mesh, offload_policy(cfg.parallel.cpu_offload, world.device))
+    sizes = {"shard_size": cfg.parallel.shard_size, "machine_ranks": world.machine_ranks}
+    shape = mesh_shape(cfg.parallel.mode.value, world.ranks, **sizes, fits=fits)
+    shard(cfg, phases, build_mesh(world, shape), offload_policy(cfg.parallel.cpu_offload, world.device))
     fill(parts.stage, torch.device("cpu") if cfg.parallel.cpu_offload else world.device)
     for phase in phases:
         refuse_meta(phase.modules)
     return [bind(cfg, phase, parts) for phase in phases]
-
-
-def mesh_of_run(cfg: DictConfig, world: World, *, fits: bool) -> DeviceMesh:
-    """Return the mesh of a run's ranks; `fits`: whether every device holds all, for `parallel=auto`. Collective."""
-    shape = mesh_shape(
-        cfg.parallel.mode.value,
-        world.ranks,
-        shard_size=cfg.parallel.shard_size,
-        machine_ranks=world.machine_ranks,
-        fits=fits,
-    )
-    return build_mesh(world, shape)
 
 
 def shard(cfg: DictConfig, phases: list[Phase], mesh: DeviceMesh, offload: OffloadPolicy) -> None:
@@ -135,11 +129,7 @@ def shard(cfg: DictConfig, phases: list[Phase], mesh: DeviceMesh, offload: Offlo
 
 
 def stored_dtype(cfg: DictConfig, parts: Parts) -> torch.dtype:
-    """Return the dtype that the network's weights are kept in: where they train that of `train.master_weights`.
-
-    Raises:
-        ConfigError: bf16 where the network does not train, or computes in fp32.
-    """
+    """Return the dtype of the network's weights, if they train `train.master_weights`."""
     stored, trains = DTYPES[cfg.train.master_weights.value], parts.task.trains_network
     if stored == torch.bfloat16 and not (trains and compute_dtype(cfg) == stored):
         reason = f"train.precision={cfg.train.precision.value} computes in fp32" if trains else "no network trains here"
@@ -151,9 +141,6 @@ def quantize_base(cfg: DictConfig, parts: Parts) -> None:
     """Put the linear layers of a built, frozen network into the format of `train.base_weights`.
 
     Those outside of its units, which map its conditions, stay.
-
-    Raises:
-        ConfigError: the network is not frozen, or its weights have magnitudes that train.
     """
     if cfg.train.base_weights is None:
         return
@@ -194,3 +181,48 @@ def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
         ema=ema,
         max_grad_norm=cfg.train.max_grad_norm,
     )
+
+
+def weight_specs(cfg: DictConfig, parts: Parts) -> list[WeightsSpec]:
+    """Return the files that the stage loads, and the task's on the hub."""
+    options = component_options(to_plain(cfg)["task"], "task.")
+    files = [(option.key, option.value) for option in options if "File" in option.roles and _on_hub(option.value)]
+    return [*parts.stage.weight_specs(), *(WeightsSpec(key=key, source=value) for key, value in files)]
+
+
+def _on_hub(value: Any) -> bool:
+    source = parse_source(value) if isinstance(value, str) and not local_path(value).exists() else None
+    return source is not None and bool(source.inside)
+
+
+def _describe(spec: WeightsSpec) -> dict[str, Any]:
+    source = None if local_path(spec.source).exists() else parse_source(spec.source)
+    files = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in find_files(spec)}
+    return {"source": spec.source, "commit": source and source.commit, "files": files}
+
+
+def _sha256(path: Path) -> str:
+    announced = announced_hash(path)
+    return announced if announced is not None and len(announced) == 64 else hash_file(path).sha256
+
+
+def record_weights(run: Path, specs: list[WeightsSpec], *, initial: tuple[str, ...], resumed: bool) -> None:
+    """Write the record of a run; where it is `resumed`, keep its own and compare: keys of `initial` values may differ.
+
+    Raises:
+        ConfigError: a frozen part has other files than at the start of the run.
+    """
+    with ThreadPoolExecutor() as pool:
+        found = dict(zip((spec.key for spec in specs), pool.map(_describe, specs), strict=True))
+    path = run / RECORD
+    held: Mapping[str, Any] = load_mapping(path) if resumed and path.is_file() else {}
+    for key, own in found.items():
+        before = held.get(key, own)
+        if key not in initial and own["files"] != before["files"]:
+            commit = before["commit"]
+            pin = "" if commit is None else f": the commit {commit} behind an @ in the source names them for good"
+            raise ConfigError(
+                f"{key}={own['source']}: its files changed since this run started ({path}); restore the old ones{pin}; "
+                "or start a new run"
+            )
+    write_durably(path, json.dumps({**found, **held}, indent=2) + "\n")

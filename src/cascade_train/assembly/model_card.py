@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from cascade_train.assembly.components import families
 from cascade_train.config.saved import CONFIG_NAME, load_yaml
 from cascade_train.config.targets import class_constant
-from cascade_train.engine.run.records import newest_grid, read_metrics
+from cascade_train.engine.run.report import newest_grid, read_metrics
 from cascade_train.files.durable import to_yaml, write_durably
 from cascade_train.files.hub import parse_source
 from cascade_train.models.family import Family
@@ -68,7 +68,6 @@ def write_card(out: Path, names: Sequence[str], *, source: str, run: Path | None
 
 
 def _front_matter(names: Sequence[str], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the hub reads: base and its licence where they are known, the library that loads it, and tags."""
     base, kind = parse_source(str(model.get("weights"))), [*names, "weights"][0].partition(".")[0]
     found: dict[str, Any] = {}
     if base is not None:
@@ -90,14 +89,12 @@ def _family(model: Mapping[str, Any], names: Sequence[str]) -> Family:
 
 
 def _loads_published(model: Mapping[str, Any]) -> bool:
-    """Return whether a part of a model is one of the cascade's published weights."""
     parts = [] if model.get("random_encoders") else [node for node in model.values() if isinstance(node, Mapping)]
     sources = [parse_source(str(node.get("weights"))) for node in (model, *parts)]
     return any(source is not None and source.repo.startswith("stabilityai/stable-cascade") for source in sources)
 
 
 def _training(plain: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """Return what was trained on what, and how it ended."""
     model, task, data = (str(plain[node]["_target_"]).rpartition(".")[2] for node in ("model", "task", "data"))
     batch, lr = plain["train"]["global_batch_size"], plain["optimizer"]["lr"]
     weights, side = (plain["model"].get(key) for key in ("weights", "image_size"))  # a stage of one's own may lack both
@@ -111,7 +108,6 @@ def _training(plain: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
 
 
 def _metrics(run: Path, step: int | None) -> dict[str, float]:
-    """Return step, loss and what validation measured last, up to a step."""
     found = {}
     for name, (steps, values) in read_metrics(run).items():
         count = len(steps) if step is None else bisect_right(steps, step)

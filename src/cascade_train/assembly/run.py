@@ -1,27 +1,26 @@
-"""The composition root of a training run: opens the data, claims the directory, and joins the parts to a trainer."""
+"""The composition root of a training: open data, claim the directory, build the trainer."""
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.tensor import DTensor
 
 from cascade_train.assembly.cache_identity import take_cache
 from cascade_train.assembly.components import Parts, build_component, build_parts
-from cascade_train.assembly.loaded_weights import record_weights, weight_specs
-from cascade_train.assembly.model import build_phases
+from cascade_train.assembly.model import build_phases, record_weights, weight_specs
 from cascade_train.assembly.model_card import write_card
 from cascade_train.assembly.planning.fitting import fit
-from cascade_train.assembly.samples import build_painter, build_sampling, read_sample_prompts
-from cascade_train.assembly.start_facts import start_facts
+from cascade_train.assembly.samples import build_sampling, build_validation, read_sample_prompts
 from cascade_train.config.arguments import free_keys, make_absolute
 from cascade_train.config.saved import recipe_of, to_plain
 from cascade_train.data.cached import Cached
@@ -32,8 +31,7 @@ from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.lost_ranks import Heartbeat
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.distributed.rng import set_deterministic
-from cascade_train.engine.checkpoint.folder import Retention
-from cascade_train.engine.checkpoint.manifest import read_manifest
+from cascade_train.engine.checkpoint.folder import Retention, read_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.faults.bad_step import SpikeWatch
 from cascade_train.engine.faults.rollback import Rollback, RolledBackList
@@ -46,19 +44,11 @@ from cascade_train.engine.phase import BoundPhase, averaged, whole_state
 from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.run.directory import RunDirectory, claimed
-from cascade_train.engine.run.on_end import announced
+from cascade_train.engine.run.on_end import run_end_hook
 from cascade_train.engine.run.report import write_report
 from cascade_train.engine.tracking import build_tracker
-from cascade_train.engine.validation import HeldOut, Reconstructions, SetDistance, Validation
-from cascade_train.errors import ConfigError, RankLostError, RunError
+from cascade_train.errors import RankLostError, RunError
 from cascade_train.models.formats.weights_source import weights_found_once
-from cascade_train.models.image_quality import (
-    ReconstructionQuality,
-    check_installed,
-    frechet_distance,
-    load_inception,
-    load_lpips,
-)
 from cascade_train.redaction import redacted
 from cascade_train.signals import Signals
 from cascade_train.tasks.base import Task
@@ -106,7 +96,7 @@ def train_in(
     signals: Signals,
     heartbeat: Heartbeat,
 ) -> int:
-    """Train in a claimed directory, to the end and the exports, or to a stop; return the exit code. Collective."""
+    """Train in a claimed directory to the exports or a stop; return the exit code. Collective."""
     with run.withdrawn_on_failure():
         if run.resume_from is None:  # a run that began so goes on
             data.check_batch(cfg.train.global_batch_size)
@@ -132,7 +122,9 @@ def train_in(
         run.record_start({"facts": facts, "data": cast(Feed, trainer.feed).report(), "overrides": overrides()})
     log.info("%s", "\n".join(f"  {name:<10} {text}" for name, text in facts.items()))
     signals.wait_for_votes()
-    with announced(cfg.run.on_end, trainer, run.path), reported(run.path, cfg, is_main=world.is_main):
+    with run_end_hook(cfg.run.on_end, trainer, run.path), ExitStack() as stack:
+        if world.is_main:
+            stack.callback(write_report, run.path, lambda: recipe_of(overrides(), to_plain(cfg)))
         try:
             with heartbeat.naming_lost_ranks():
                 rollback.run(trainer)
@@ -157,23 +149,8 @@ def train_in(
         return 0
 
 
-@contextmanager
-def reported(directory: Path, cfg: DictConfig, *, is_main: bool) -> Iterator[None]:
-    """Write the page of the run once the block has ended, however it ended."""
-    try:
-        yield
-    finally:
-        if is_main:
-            write_report(directory, lambda: recipe_of(overrides(), to_plain(cfg)))
-
-
 def open_data(cfg: DictConfig, task: Task, world: World) -> DataSet:
-    """Open the training and held-out samples; each rank reads or makes the same index. Collective.
-
-    Raises:
-        ConfigError: the data is missing or not of its source's form.
-        RunError: ranks see different data.
-    """
+    """Open the training and held-out samples; each rank reads or makes the same index. Collective."""
     source: Source = build_component(cfg, "data")
     held_out: Source | None = None
     if cfg.validate.urls is not None:
@@ -215,14 +192,17 @@ def build_trainer(
     continued = None if run.created else run.resume_from  # a new directory is a tracked run of its own
     tracker = build_tracker(
         cfg.tracker.name.value,
-        project=cfg.tracker.project,
-        entity=cfg.tracker.entity,
+        **{key: cfg.tracker[key] for key in ("project", "entity")},
         mode=cfg.tracker.mode.value,
         run_name=cfg.run.name,
         directory=run.path,
         run_id=None if continued is None else read_manifest(continued).facts["tracker_run_id"],
         config=to_plain(cfg),
     )
+    keys = ("keep_last", "keep_every_steps", "keep_best", "best_metric", "keep_optimizer")
+    kept = {key: cfg.checkpoint[key] for key in keys}
+    retention = Retention(**kept, best_mode=cfg.checkpoint.best_mode.value)
+    spikes = {"factor": cfg.rollback.spike_factor, "window_steps": cfg.rollback.window_steps}
     return Trainer(
         world=world,
         task=parts.task,
@@ -231,14 +211,11 @@ def build_trainer(
         seed=cfg.run.seed,
         max_steps=max_steps,
         global_batch_size=cfg.train.global_batch_size,
-        cadence=Cadence(
-            log=cfg.log.every_steps,
-            validate=cfg.validate.every_steps,
-            sample=cfg.sample.every_steps,
-            checkpoint=cfg.checkpoint.every_steps,
-        ),
+        cadence=Cadence(**{name: cfg[name].every_steps for name in ("log", "validate", "sample", "checkpoint")}),
         metrics=MetricsLog(run.metrics_path, is_main=world.is_main),
-        store=build_store(cfg, run),
+        store=CheckpointStore(
+            run.checkpoints, retention=retention, metrics=run.metrics_path, asynchronous=cfg.checkpoint.asynchronous
+        ),
         tracker=tracker,
         progress=Progress(max_steps=max_steps, is_main=world.is_main, every_steps=cfg.log.every_steps),
         profiler=Profiler(directory=run.path, start_step=cfg.profile.start_step, steps=cfg.profile.steps),
@@ -253,14 +230,12 @@ def build_trainer(
             timeout_seconds=cfg.run.timeout_seconds,
         ),
         heartbeat=heartbeat,
-        spikes=None
-        if cfg.rollback.spike_factor is None
-        else SpikeWatch(factor=cfg.rollback.spike_factor, window_steps=cfg.rollback.window_steps),
+        spikes=None if spikes["factor"] is None else SpikeWatch(**spikes),
     )
 
 
 def in_steps(cfg: DictConfig, feed: Feed) -> DictConfig:
-    """Return a configuration whose cadences count steps, those of as many epochs where they counted these."""
+    """Return a configuration whose cadences count steps instead of epochs."""
     cfg = cfg.copy()
     for node in (cfg.checkpoint, cfg.validate):
         if node.every_epochs is not None:
@@ -268,77 +243,51 @@ def in_steps(cfg: DictConfig, feed: Feed) -> DictConfig:
     return cfg
 
 
-def build_store(cfg: DictConfig, run: RunDirectory) -> CheckpointStore:
-    """Return the store of the run's checkpoints. Collective."""
-    retention = Retention(
-        keep_last=cfg.checkpoint.keep_last,
-        keep_every_steps=cfg.checkpoint.keep_every_steps,
-        keep_best=cfg.checkpoint.keep_best,
-        best_metric=cfg.checkpoint.best_metric,
-        best_mode=cfg.checkpoint.best_mode.value,
-        keep_optimizer=cfg.checkpoint.keep_optimizer,
+def start_facts(cfg: DictConfig, parts: Parts, data: DataSet, run: RunDirectory, trainer: Trainer) -> dict[str, str]:
+    """Return device, parameters, samples, batch, length and folder of a run, for its log."""
+    world = trainer.world
+    micro = cfg.train.micro_batch_size
+    accumulated = cfg.train.global_batch_size // (micro * world.ranks)
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+    length = f"steps {trainer.step + 1} to {trainer.max_steps}" if trainer.step else f"{trainer.max_steps} steps"
+    samples = "streamed, length unknown"
+    if data.training.index.rows_are_samples:
+        held_out = f", {len(data.held_out.rows):,} held out" if data.held_out is not None else ""
+        samples = f"{len(data.training.rows):,}{held_out}"
+        per_epoch = cast(Feed, trainer.feed).steps_of_epochs(1)
+        length += f", {trainer.max_steps / per_epoch:.3g} epochs of {per_epoch} steps"
+    return {
+        "device": f"{world.ranks} x {device}, {_mode(cfg, world, trainer)}; {cfg.train.precision.value}",
+        "trains": _trains(parts, trainer),
+        "samples": samples,
+        "batch": f"{cfg.train.global_batch_size} = {micro} per micro-batch x {accumulated} accumulated"
+        f" x {world.ranks} rank{'s' if world.ranks > 1 else ''}",
+        "length": length,
+        "writes to": str(run.path),
+    }
+
+
+def _mode(cfg: DictConfig, world: World, trainer: Trainer) -> str:
+    mode: str = cfg.parallel.mode.value
+    if mode == "auto" and world.ranks == 1:
+        mode = "single"
+    elif mode == "auto":
+        parameters = [p for phase in trainer.phases for p in phase.parameters.values()]
+        split = any(isinstance(p, DTensor) and p.device_mesh.size(-1) > 1 for p in parameters)
+        mode = "fsdp" if split else "ddp"
+    return f"parallel={mode}"
+
+
+def _trains(parts: Parts, trainer: Trainer) -> str:
+    roots = [root for phase in trainer.phases for root in phase.roots]
+    network = [] if "network" in parts.stage.left_out else [parts.stage.network]
+    every = {id(p): p for p in chain.from_iterable(root.parameters() for root in [*roots, *network])}
+    trained = sum(p.numel() for phase in trainer.phases for p in phase.parameters.values())
+    added = parts.task.summary()
+    return (
+        f"{trained:,} of {sum(p.numel() for p in every.values()):,} parameters"
+        f" ({type(parts.task).__name__} on {type(parts.stage).__name__}{f': {added}' if added else ''})"
     )
-    return CheckpointStore(
-        run.checkpoints, retention=retention, metrics=run.metrics_path, asynchronous=cfg.checkpoint.asynchronous
-    )
-
-
-def build_validation(
-    cfg: DictConfig, parts: Parts, phases: list[BoundPhase], data: DataSet, world: World
-) -> Validation | None:
-    """Return the measure on held-out samples, or None where none are due."""
-    if cfg.validate.every_steps is None:
-        return None
-
-    def held_out(samples: int) -> HeldOut:
-        feed = data.held_out_feed(
-            seed=cfg.run.seed,
-            samples=samples,
-            micro_batch_size=cfg.train.micro_batch_size,
-            rank=world.rank,
-            ranks=world.ranks,
-        )
-        source = feed.source
-        return HeldOut(open=feed.from_start, steps=feed.steps, parts=source.part_names, part_of=source.part_of)
-
-    return Validation(
-        task=parts.task,
-        phases=phases,
-        held_out=held_out(cfg.validate.samples),
-        logsnr=list(cfg.validate.logsnr),
-        device=world.device,
-        reconstructions=build_reconstructions(cfg, parts, held_out, world.device),
-    )
-
-
-def build_reconstructions(
-    cfg: DictConfig, parts: Parts, held_out: Callable[[int], HeldOut], device: torch.device
-) -> Reconstructions | None:
-    """Return the measure of reconstructions of held-out images, or None where none are due.
-
-    Raises:
-        ConfigError: the stage has nothing to measure so, or what measures is not there.
-    """
-    count, stage, lpips, rfid = cfg.validate.reconstructions, parts.stage, cfg.validate.lpips, cfg.validate.rfid
-    if count == 0:
-        return None
-    if not stage.needs_image or (not stage.denoises and lpips is None and rfid is None):
-        raise ConfigError(
-            f"validate.reconstructions={count}: is for Stage B, which samples pictures from what it sees of them, and "
-            f"with validate.lpips or validate.rfid for Stage A; not for this {stage.name}. Set "
-            "validate.reconstructions=0."
-        )
-    check_installed()
-    quality = ReconstructionQuality(
-        multiple=stage.image_multiple if stage.denoises else None,
-        lpips=None if lpips is None else load_lpips(lpips, device=device, key="validate.lpips"),
-    )
-    distance = None
-    if rfid is not None:
-        features = load_inception(rfid, device=device, key="validate.rfid")
-        distance = SetDistance(features=features, distance=frechet_distance)
-    painter = partial(build_painter, cfg, parts)
-    return Reconstructions(held_out=held_out(count), painter=painter, compare=quality, rfid=distance)
 
 
 def write_exports(
@@ -347,9 +296,6 @@ def write_exports(
     """Write what the task leaves behind, the average where there is one, each read back and compared. Collective.
 
     A model card goes beside it, with the samples and metrics of a run up to a step.
-
-    Raises:
-        RunError: what was written reads back differently.
     """
     exports = task.exports()
     with averaged(phases):

@@ -1,8 +1,9 @@
-"""Sample grids: the task's painter with the settings in `cfg.sample`, and the prompts and images of every grid."""
+"""Sample grids, validation on held-out samples, and reconstructions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from omegaconf import DictConfig
@@ -14,12 +15,20 @@ from cascade_train.distributed.process_group import World
 from cascade_train.engine.phase import BoundPhase
 from cascade_train.engine.run.directory import RunDirectory
 from cascade_train.engine.sampling import SampleGrid, SampleSpec
+from cascade_train.engine.validation import HeldOut, Reconstructions, SetDistance, Validation
 from cascade_train.errors import ConfigError
+from cascade_train.models.image_quality import (
+    ReconstructionQuality,
+    check_installed,
+    frechet_distance,
+    load_inception,
+    load_lpips,
+)
 from cascade_train.tasks.base import Painter, SampleSettings
 
 
 def read_sample_prompts(cfg: DictConfig) -> None:
-    """Put the prompts of the files that `sample.prompts` names in their place; a ConfigError where that fails."""
+    """Replace the files that `sample.prompts` names by their prompts."""
     if cfg.sample.prompts is not None:
         cfg.sample.prompts = read_prompts(cfg.sample.prompts, key="sample.prompts")
 
@@ -51,8 +60,57 @@ def build_sampling(
     )
 
 
+def build_validation(
+    cfg: DictConfig, parts: Parts, phases: list[BoundPhase], data: DataSet, world: World
+) -> Validation | None:
+    """Return the validation on held-out samples, or None where none is due."""
+    if cfg.validate.every_steps is None:
+        return None
+
+    def held_out(samples: int) -> HeldOut:
+        micro, ranks = cfg.train.micro_batch_size, {"rank": world.rank, "ranks": world.ranks}
+        feed = data.held_out_feed(seed=cfg.run.seed, samples=samples, micro_batch_size=micro, **ranks)
+        source = feed.source
+        return HeldOut(open=feed.from_start, steps=feed.steps, parts=source.part_names, part_of=source.part_of)
+
+    return Validation(
+        task=parts.task,
+        phases=phases,
+        held_out=held_out(cfg.validate.samples),
+        logsnr=list(cfg.validate.logsnr),
+        device=world.device,
+        reconstructions=build_reconstructions(cfg, parts, held_out, world.device),
+    )
+
+
+def build_reconstructions(
+    cfg: DictConfig, parts: Parts, held_out: Callable[[int], HeldOut], device: torch.device
+) -> Reconstructions | None:
+    """Return the measure of reconstructions of held-out images, or None where none are due."""
+    count, stage, lpips, rfid = cfg.validate.reconstructions, parts.stage, cfg.validate.lpips, cfg.validate.rfid
+    if count == 0:
+        return None
+    if not stage.needs_image or (not stage.denoises and lpips is None and rfid is None):
+        raise ConfigError(
+            f"validate.reconstructions={count}: is for a Stage B, which reconstructs images from semantic latents, and "
+            f"with validate.lpips or validate.rfid for a Stage A; not for this {stage.name}. Set "
+            "validate.reconstructions=0."
+        )
+    check_installed()
+    quality = ReconstructionQuality(
+        multiple=stage.image_multiple if stage.denoises else None,
+        lpips=None if lpips is None else load_lpips(lpips, device=device, key="validate.lpips"),
+    )
+    distance = None
+    if rfid is not None:
+        features = load_inception(rfid, device=device, key="validate.rfid")
+        distance = SetDistance(features=features, distance=frechet_distance)
+    painter = partial(build_painter, cfg, parts)
+    return Reconstructions(held_out=held_out(count), painter=painter, compare=quality, rfid=distance)
+
+
 def build_painter(cfg: DictConfig, parts: Parts, size: Sequence[int] | None = None) -> Painter:
-    """Return the task's painter with the settings in `cfg.sample`, for images of a height and width, or square ones."""
+    """Return the task's painter with the settings in `cfg.sample`; no size = square."""
     settings = SampleSettings(
         sampler=cfg.sample.sampler.value,
         steps=cfg.sample.steps,

@@ -17,7 +17,7 @@ from cascade_train.assembly.run import write_exports
 from cascade_train.diffusion.target import EpsilonTarget
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.distributed.process_group import World, process_group
-from cascade_train.engine.checkpoint.manifest import find_fault
+from cascade_train.engine.checkpoint.folder import find_fault
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.phase import restore_training_state
 from cascade_train.errors import ConfigError, RunError
@@ -28,39 +28,32 @@ from cascade_train.results.find import TrainedModel
 from cascade_train.results.paint import Fingerprint, check_same_latents, fit_sizes, load_parts
 
 
-def export_checkpoint(cfg: DictConfig, checkpoints: Path, *, step: int | None, out: Path) -> Path:
-    """Load a checkpoint of a run, write the run's export from it, and return the checkpoint.
+def export_checkpoint(cfg: DictConfig, checkpoints: Path, world: World, *, step: int | None, out: Path) -> Path:
+    """Load a checkpoint of a run, write the run's export from it, and return the checkpoint. Collective.
 
     Raises:
         ConfigError: no such checkpoint, or one of another model.
         RunError: the checkpoint asked for is damaged, or what was written reads back differently.
     """
-    with process_group() as world:
-        return export_step(cfg, checkpoints, world, step=step, out=out)
-
-
-def export_step(cfg: DictConfig, checkpoints: Path, world: World, *, step: int | None, out: Path) -> Path:
-    """Do as `export_checkpoint` on ranks that have met. Collective."""
     parts = build_parts(cfg)
     phases = build_phases(cfg, parts, world)
     store = CheckpointStore(checkpoints)
-    path = from_rank_zero(lambda: _whole_checkpoint(store, step))
+
+    def verified() -> Path:
+        path = find_checkpoint(store, step)
+        if step is not None and (fault := find_fault(path)) is not None:  # the newest is verified already
+            raise RunError(f"from={checkpoints.parent}: the checkpoint of step {step} is damaged: {fault}.")
+        return path
+
+    path = from_rank_zero(verified)
     restore_training_state(store, path, phases, parts.task, optimizer=False)
     at = int(path.name.removeprefix("step_"))
     write_exports(cfg, parts.task, phases, out, run=checkpoints.parent, step=at)
     return path
 
 
-def _whole_checkpoint(store: CheckpointStore, step: int | None) -> Path:
-    """Do as `find_checkpoint`, and read all of it once; a RunError where it is damaged. For one rank."""
-    path = find_checkpoint(store, step)
-    if step is not None and (fault := find_fault(path)) is not None:
-        raise RunError(f"from={store.directory.parent}: the checkpoint of step {step} is damaged: {fault}.")
-    return path
-
-
 def find_checkpoint(store: CheckpointStore, step: int | None) -> Path:
-    """Return the folder of the checkpoint of a step, None = of the newest; a ConfigError where there is none."""
+    """Return the folder of the checkpoint of a step, None = of the newest."""
     path = store.newest(has_optimizer=False) if step is None else store.directory / f"step_{step}"
     if path is None or not path.is_dir():
         there = ", ".join(map(str, store.steps())) or "none"
@@ -92,7 +85,6 @@ def export_combined(model: TrainedModel, decoder: TrainedModel, *, dtype: str | 
 
 
 def _check(model: TrainedModel, decoder: TrainedModel) -> None:
-    """Refuse, before anything is built, what no pipeline of diffusers has a place for."""
     fit_sizes(model, decoder, height=None, width=None, compression=None)  # stages in their places
     for each in (model, decoder):
         if not build_component(each.cfg, "task").trains_network:
@@ -115,7 +107,7 @@ def _check(model: TrainedModel, decoder: TrainedModel) -> None:
 
 
 def _stored(model: TrainedModel, stage: Stage, dtype: str | None) -> dict[str, Tensor]:
-    """Return a stage's weights in the dtype that they are stored in, which may differ from that of compute."""
+    """Return a stage's weights in the dtype that they are stored in."""
     source = model.cfg.model.weights if model.export is None else str(model.export)
     network = build_plain_network(stage.family, stage.network.config, None)
     key = model.origin.partition("=")[0]

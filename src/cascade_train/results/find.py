@@ -1,7 +1,4 @@
-"""What a user names as a trained model: a run, its export, weights or adapters.
-
-Lives here: where it lies, its configuration, and which network stored tensors belong to. Nothing is loaded here.
-"""
+"""Find trained models, their configurations and networks. Nothing is loaded here."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from cascade_train.config.groups import did_you_mean, option_files, option_targe
 from cascade_train.config.saved import CONFIG_NAME, composed, export_folder, load_saved_config, published_config
 from cascade_train.config.targets import import_target
 from cascade_train.errors import ConfigError
-from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.family import Family
 from cascade_train.models.formats.lora_files import adapter_size, holds_lora
 from cascade_train.models.formats.weights import stored_size
@@ -26,12 +22,9 @@ from cascade_train.models.formats.weights_source import PIPELINE, find_pipeline,
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
-    """A trained stage that is not built yet.
+    """A trained stage that is not built yet: the argument that named it, `decoder=runs/b`, and its configuration.
 
-    Attributes:
-        origin: the argument and the source, as given: `decoder=runs/b`.
-        cfg: the checked configuration.
-        export: what a run left; None = the weights that the configuration names.
+    `export` is what a run left; None = the weights that the configuration names.
     """
 
     origin: str
@@ -42,8 +35,8 @@ class TrainedModel:
 def find_model(source: str, *, key: str, part: str | None, allow_any_target: bool = False) -> TrainedModel:
     """Find a run, its export, something in that, the packaged weights, or others of a published size.
 
-    Weights of a published size may be a folder, a file, or a hub id. `key` is the argument that named them, `part` the
-    folder of a pipeline that is meant: "prior", "decoder", or None for whichever is there.
+    These may be a folder, a file, or a hub id. `key` is the argument that named them, `part` the folder of a pipeline:
+    "prior", "decoder", or None for whichever is there.
 
     Raises:
         ConfigError: nothing there, a run without export, or weights of no published size.
@@ -59,7 +52,7 @@ def find_model(source: str, *, key: str, part: str | None, allow_any_target: boo
 
 
 def _published(source: str, key: str, part: str | None) -> DictConfig:
-    """Return the configuration of weights of a published size, with the frozen parts that lie beside them."""
+    """Return the configuration of published weights and the frozen parts beside them."""
     if (cfg := pipeline_config(source)) is not None:
         return cfg
     model = _packaged_model(source, part) if is_packaged(source) else _size_of(source, key, part)
@@ -86,13 +79,13 @@ def _packaged_model(source: str, part: str | None) -> str:
 
 
 def whole_pipeline(source: str) -> tuple[Family, Path, str] | None:
-    """Return the family and the folder of a whole pipeline that a source is or holds, and the `model=` of its kind."""
+    """Return family, folder and `model=` of the whole pipeline that a source is or holds."""
     folder, kind = find_pipeline(source) or (Path(), "")
     return next(((each, folder, each.pipelines[kind]) for each in families() if kind in each.pipelines), None)
 
 
 def pipeline_config(source: str) -> DictConfig | None:
-    """Return the checked configuration of a training that would go on from a whole pipeline; None = it is none."""
+    """Return the checked configuration of a whole pipeline; None = it is none."""
     found = whole_pipeline(source)
     if found is None:
         return None
@@ -102,11 +95,7 @@ def pipeline_config(source: str) -> DictConfig | None:
 
 
 def use_codec(model: TrainedModel, codec: str) -> None:
-    """Let Stage A's trained weights take the place of those that a Stage B was trained with.
-
-    Raises:
-        ConfigError: no Stage B, or one whose Stage A has no weights.
-    """
+    """Replace the Stage A that a Stage B was trained with."""
     stage_a = model.cfg.model.get("stage_a")
     if stage_a is None or "weights" not in stage_a:
         reason = "is no Stage B" if stage_a is None else f"decodes by {stage_a._target_}, which takes no weights"
@@ -122,9 +111,6 @@ def stored_network(source: str, *, model: str | None, key: str, allow_any_target
 
     `source` is a run, its export or a folder in it, another folder, a file, or a hub id. Without `model`, an option of
     that group, the network is the run's, else of the published size that the tensors have.
-
-    Raises:
-        ConfigError: nothing there, or tensors of no published size and no `model`.
     """
     run = run_of(Path(source))
     cfg: DictConfig | None = None
@@ -133,22 +119,21 @@ def stored_network(source: str, *, model: str | None, key: str, allow_any_target
     elif model is None:
         cfg = pipeline_config(source)
     if cfg is not None:
-        stage = build_component(cfg, "model")
-        if not isinstance(stage, DenoisingStage) or not build_component(cfg, "objective").denoises:
+        stage, task = build_component(cfg, "model"), build_component(cfg, "task")
+        trained = None
+        if not stage.denoises or not build_component(cfg, "objective").denoises:
+            trained = f"what makes pictures of {stage.name}'s latents"
+        elif not task.trains_network and not holds_lora(source):
+            trained = f"what trains beside the network ({type(task).__name__})"
+        if trained is not None:
             raise ConfigError(
-                f"{key}={source}: a run of what makes pictures of {stage.name}'s latents, whose export/ holds every "
-                "format that there is of it."
-            )
-        task = build_component(cfg, "task")
-        if not task.trains_network and not holds_lora(source):
-            raise ConfigError(
-                f"{key}={source}: a run of what trains beside the network ({type(task).__name__}), whose export/ holds "
-                "every format that there is of it."
+                f"{key}={source}: a run of {trained}, whose export/ holds every format that there is of it."
             )
         return stage.network_config.build()
     if model is None:
         model = adapter_size(families(), source, key=key) if holds_lora(source) else _size_of(source, key, None)
-    networks = _networks()
+    nodes = {name: file.get("network") for name, file in option_files("model").items()}
+    networks = {name: node for name, node in nodes.items() if node is not None}
     if model is None:
         options = ", ".join(networks)
         raise ConfigError(f"{key}={source}: its tensors are of no published size; name it by model=, one of {options}.")
@@ -158,15 +143,8 @@ def stored_network(source: str, *, model: str | None, key: str, allow_any_target
 
 
 def _size_of(source: str, key: str, part: str | None) -> str | None:
-    """Return the published size of a stored network, of any family that has some."""
     found = (stored_size(family, source, key=key, part=part) for family in families() if family.sizes)
     return next((size for size in found if size is not None), None)
-
-
-def _networks() -> dict[str, Any]:
-    """Return the nodes of the networks that models name themselves: not of autoencoders, nor of variants of a model."""
-    nodes = {name: file.get("network") for name, file in option_files("model").items()}
-    return {name: node for name, node in nodes.items() if node is not None}
 
 
 def run_of(path: Path) -> Path | None:

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from cascade_train.distributed.process_group import process_group
 from cascade_train.engine.checkpoint import writing as checkpoint_writing
-from cascade_train.engine.checkpoint.folder import Retention
-from cascade_train.engine.checkpoint.manifest import find_fault, read_manifest
+from cascade_train.engine.checkpoint.folder import Retention, find_fault, read_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.checkpoint.writing import Background
 from cascade_train.errors import RunError
 
 FORKS = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -36,7 +36,7 @@ def state(seed):
 
 @pytest.fixture
 def store(world, tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints", asynchronous=True)
+    store = CheckpointStore(tmp_path / "checkpoints", retention=Retention(keep_last=2), asynchronous=True)
     yield store
     store.close()
 
@@ -68,8 +68,11 @@ def test_training_goes_on_while_the_state_of_then_is_written(store, gate):
     assert not store.failed
     assert names(store) == [".step_1.saving"]
     assert store.newest() is None
+    so_far = store.save_seconds
+    assert 0.0 < so_far < 60.0
     gate.set()
     store.wait()
+    assert store.save_seconds == store.save_seconds > so_far, "the clock stops with the save"
     loaded = state(2)
     assert store.load(path, loaded) == {"step": 1, "data": {"position": 5}}
     assert all(torch.equal(loaded[key], state(1)[key]) for key in ("weight", "half", "view"))
@@ -87,6 +90,9 @@ def test_a_save_waits_for_the_one_in_flight_instead_of_doubling_it(store, gate):
         loaded = state(9)
         store.load(store.directory / f"step_{step}", loaded)
         assert torch.equal(loaded["weight"], state(step)["weight"])
+    store.save(3, state(3), {})
+    store.wait()
+    assert names(store) == ["step_2", "step_3"], "retention is applied by the thread too"
 
 
 def test_both_ways_of_saving_write_the_same_bytes(store, tmp_path):
@@ -157,14 +163,6 @@ def test_an_end_by_another_error_says_what_was_lost(store, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         store.close()
     assert "the checkpoint that was being written is lost: a checkpoint could not be written" in caplog.text
-
-
-def test_retention_is_applied_beside_the_loop_too(world, tmp_path):
-    store = CheckpointStore(tmp_path, retention=Retention(keep_last=1), asynchronous=True)
-    for step in (1, 2, 3):
-        store.save(step, state(step), {})
-    store.wait()
-    assert names(store) == ["step_3"]
 
 
 @FORKS
@@ -254,3 +252,40 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_a_byte_is_written(stor
         store.save(2, state(2), {})
     assert names(store) == ["step_1"]
     assert not store.failed
+
+
+def test_all_pieces_are_done_in_order_by_one_thread():
+    background, done = Background(name="beside"), []
+    pieces = [background.begin(lambda n=n: done.append((n, threading.current_thread()))) for n in range(3)]
+    for piece in pieces:
+        piece.result()
+    assert [number for number, _ in done] == [0, 1, 2]
+    assert {thread.name for _, thread in done} == {"beside"}
+    assert len({id(thread) for _, thread in done}) == 1
+    background.end()
+    assert not done[0][1].is_alive()
+
+
+def test_a_piece_that_fails_is_told_to_who_waits_and_the_next_is_done():
+    background, opened = Background(name="beside"), threading.Event()
+
+    def fail():
+        assert opened.wait(10)
+        raise ValueError("no room")
+
+    failing, next_one = background.begin(fail), background.begin(opened.is_set)
+    assert not failing.done()
+    opened.set()
+    with pytest.raises(ValueError, match="no room"):
+        failing.result()
+    next_one.result()
+    background.end()
+
+
+def test_another_piece_begins_another_thread_after_the_end():
+    background, threads = Background(name="beside"), []
+    for _ in range(2):
+        background.begin(lambda: threads.append(threading.current_thread())).result()
+        background.end()
+    background.end()
+    assert threads[0] is not threads[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -15,8 +14,8 @@ from PIL import Image
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.run.lock import LOCK_NAME
 from cascade_train.errors import ConfigError
-from cascade_train.results.evaluation.judge import Judge, Kind, Settings, alone_in, check_fits, claim, measurable
-from cascade_train.results.evaluation.measures import features_of
+from cascade_train.results.evaluation.judge import Judge, Purpose, Settings, check_fits, claim, locked, measurable
+from cascade_train.results.evaluation.measures import Pictures
 from cascade_train.results.evaluation.pictures import Folder
 from cascade_train.results.evaluation.published import INCEPTION
 from cascade_train.results.find import TrainedModel
@@ -29,6 +28,7 @@ SETTINGS = Settings(**EMPTY | {"prompts": ("a red square",), "count": 1, "seed":
 
 def claimed(out: Path, weights: str, *, seed: int = 0, run: Path | None = None) -> bool:
     """Claim a folder; return whether the picture that lay in it is still there."""
+    out.mkdir(parents=True, exist_ok=True)
     claim(out, {"from": weights, "seed": seed}, run=run)
     Folder(out).make()
     was_there = Folder(out).picture(0).is_file()
@@ -36,20 +36,17 @@ def claimed(out: Path, weights: str, *, seed: int = 0, run: Path | None = None) 
     return was_there
 
 
-def test_pictures_stay_where_nothing_has_changed(tmp_path: Path) -> None:
-    assert not claimed(tmp_path / "out", "a", run=tmp_path)
-    assert claimed(tmp_path / "out", "a", run=tmp_path)
-    assert claimed(tmp_path / "out", "a"), "another way to name the same weights"
-
-
-def test_pictures_of_weights_that_the_run_replaced_are_made_anew(
+def test_pictures_stay_unless_the_run_has_replaced_the_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    claimed(tmp_path / "out", "a", run=tmp_path)
-    with caplog.at_level(logging.WARNING):
-        assert not claimed(tmp_path / "out", "b", run=tmp_path)
+    out = tmp_path / "out"
+    assert not claimed(out, "a", run=tmp_path)
+    assert claimed(out, "a", run=tmp_path)
+    assert claimed(out, "a"), "another way to name the same weights"
+    assert not caplog.messages
+    assert not claimed(out, "b", run=tmp_path)
     assert "the run has saved this step again since; its pictures are made anew" in caplog.text
-    assert claimed(tmp_path / "out", "b", run=tmp_path)
+    assert claimed(out, "b", run=tmp_path)
 
 
 def test_pictures_of_another_run_or_of_no_run_are_never_removed(tmp_path: Path) -> None:
@@ -83,23 +80,23 @@ def test_a_second_evaluation_of_a_folder_is_refused_while_the_first_is_at_work(w
         assert first.stdout is not None
         assert first.stdout.readline() == "held\n"
         named = rf"out={out} is in use by process {first.pid} on .*wait for it or stop it, or another out="
-        with pytest.raises(ConfigError, match=named), alone_in(out, world):
+        with pytest.raises(ConfigError, match=named), locked(out, world):
             pass
         assert (out / LOCK_NAME).is_file(), "the first still holds it"
         first.kill()
-    with alone_in(out, world):
+    with locked(out, world):
         (out / "picture").touch()
     assert [path.name for path in out.iterdir()] == ["picture"]
 
 
 def test_an_evaluation_that_is_refused_leaves_no_folder(world: World, tmp_path: Path) -> None:
     out = tmp_path / "evaluation" / "step_2"
-    with alone_in(out, world):
+    with locked(out, world):
         assert out.is_dir()
     assert list(tmp_path.iterdir()) == []
     out = tmp_path / "file"
     out.touch()
-    with pytest.raises(ConfigError, match="out=.*file cannot be a folder: File exists"), alone_in(out, world):
+    with pytest.raises(ConfigError, match="out=.*file cannot be a folder: File exists"), locked(out, world):
         pass
 
 
@@ -108,7 +105,7 @@ def test_numbers_against_other_real_pictures_were_found_in_another_way(world: Wo
 
     def way(**changes: Any) -> str:
         settings = replace(SETTINGS, **{"real": (str(tmp_path),), "features": "package:tiny"} | changes)
-        return Judge(settings, world).way(model, None)
+        return Judge(settings, world).digest(model, None)
 
     (tmp_path / "a.jpg").write_bytes(tars.picture(tint=0))
     before = way()
@@ -138,7 +135,7 @@ def test_what_is_not_chosen_is_measured_by_what_is_there(tmp_path: Path, monkeyp
     with pytest.raises(
         ConfigError, match="Inception V3 is not on this machine. Download it with cascade-train download"
     ):
-        check_fits(nothing, model, None, Kind.of(model))
+        check_fits(nothing, model, None, Purpose.of(model))
     INCEPTION.path.parent.mkdir(parents=True)
     INCEPTION.path.touch()
     assert features(*large) == str(INCEPTION.path)
@@ -150,7 +147,7 @@ def test_pictures_of_an_evaluation_that_are_no_longer_whole_are_named(tmp_path: 
     Image.new("RGB", (4, 4)).save(folder.picture(0))
     Image.new("RGB", (8, 4)).save(folder.picture(1))
     with pytest.raises(ConfigError, match="pictures 0 to 1 of the evaluation differ in size; remove its out= folder"):
-        features_of([(0, 1)], lambda batch: map(folder.read, batch), lambda image: image, world)
+        Pictures(batches=[(0, 1)], read=folder.read_all, world=world).features(lambda image: image)
     for damaged in (b"", folder.picture(0).read_bytes()[:40]):
         folder.picture(0).write_bytes(damaged)
         with pytest.raises(ConfigError, match="000000.png is no whole picture .*; remove it, and it is made again"):

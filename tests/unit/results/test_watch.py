@@ -23,7 +23,7 @@ def test_a_watch_ends_on_time_without_a_new_checkpoint(
     monkeypatch.setattr(watching, "next_checkpoint", partial(next_checkpoint, sleep=slept.append))
     monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: sum(slept)))
     watched: Any = SimpleNamespace(run=tmp_path, model=None, decoder=None)
-    judge: Any = SimpleNamespace(way=lambda *_: "the same way")
+    judge: Any = SimpleNamespace(digest=lambda *_: "the same way")
     assert watch(watched, judge, world, max_wait_hours=hours) == 0
     assert sum(slept) == pytest.approx(3600 * hours)
 

@@ -1,13 +1,17 @@
-"""GPUs by name: their memory, and how fast they multiply. Figures of their makers, none measured."""
+"""Memory budgets; and memory and speed of GPUs by name, as their makers state them."""
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A GPU: gigabytes (10^9 bytes) of memory, and TFLOP/s of dense bf16 matrix products with fp32 accumulation."""
+    """A GPU: 10^9 bytes of memory, and TFLOP/s of dense bf16 products summed in fp32."""
 
     gb: int
     tflops: float
@@ -34,10 +38,49 @@ USABLE = 0.95
 """Share of a device's memory that a run may fill: the allocator's fragments take some."""
 
 HOST_USABLE = 0.8
-"""Share of the host's free memory that a run on a CPU may fill: data workers and the cache of files take some."""
+"""Share of the host's free memory that a run on a CPU may fill, beside data workers."""
 
 CONTEXT_BYTES = 600 * 10**6
 """CUDA context and the libraries' workspaces. Assumed, not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The memory that a training must fit, and the keys and groups that the user set, which it keeps.
+
+    `gb` is of each rank's device, in 10^9 bytes; on a CPU, the rank's share of its host's free memory. `host_gb` is
+    that share beside a GPU.
+    """
+
+    gb: float
+    on_cuda: bool = True
+    host_gb: float = math.inf
+    ranks: int = 1
+    machine_ranks: int = 1
+    kept: Collection[str] = ()
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of host memory that a rank may fill beside a GPU."""
+        return self.host_gb * 1e9 * HOST_USABLE
+
+    def usable_bytes(self, asked_gb: float | str | None = None) -> float:
+        """Return the bytes that a run may fill of each device, or of `memory.budget_gb`."""
+        gb = self.gb if asked_gb is None or isinstance(asked_gb, str) else asked_gb
+        return gb * 1e9 * (USABLE if self.on_cuda else HOST_USABLE)
+
+
+def free_host_bytes() -> int:
+    """Return the free memory of this machine, or of this job's limit (cgroup v2)."""
+    system, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if not system.is_file():  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = next(int(line.split()[1]) * 1024 for line in system.read_text().splitlines() if "MemAvailable" in line)
+    most, taken, parts = (group / f"memory.{name}" for name in ("max", "current", "stat"))
+    if not most.is_file() or (limit := most.read_text().strip()) == "max":
+        return free
+    cached = next(int(line.split()[1]) for line in parts.read_text().splitlines() if line.startswith("inactive_file"))
+    return min(free, int(limit) - int(taken.read_text()) + cached)
 
 
 def as_gb(count: float) -> str:

@@ -1,6 +1,6 @@
-"""Choose the micro-batch size, and settings that save memory, by computed peaks; log the computed peak of a start.
+"""Choose the micro-batch size and settings that save memory by computed peaks; log the computed peak of a start.
 
-Lives here: the choice. Must not live here: how memory is known (memory.py).
+Lives here: the choice. Must not live here: how memory is computed (memory.py).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from cascade_train.assembly.components import build_parts
-from cascade_train.assembly.planning.budget import Budget, free_gb
-from cascade_train.assembly.planning.devices import HOST_USABLE, as_gb
+from cascade_train.assembly.planning.devices import CONTEXT_BYTES, Budget, as_gb, free_host_bytes
 from cascade_train.assembly.planning.memory import Memory, memory_of, over_ranks
-from cascade_train.assembly.planning.rehearsal import Rehearsed, unloaded
+from cascade_train.assembly.planning.rehearsal import COPIES, OPTIMIZER, UPDATE, WEIGHTS, Rehearsed, unloaded
 from cascade_train.config.groups import typed_keys
 from cascade_train.config.saved import CONFIG_NAME
 from cascade_train.config.schema import AUTO
@@ -33,42 +33,58 @@ from cascade_train.files.untrusted import read_mapping
 log = logging.getLogger(__name__)
 
 ENOUGH = 4
-"""Micro-batch from which on a GPU is busy. Assumed, not measured."""
+"""Micro-batch size from which on a GPU is busy. Assumed, not measured."""
 
 TIERS_GB = (16, 24, 48, 80)
 """Options of `memory`."""
 
 BOUND = ("optimizer.algorithm", "train.master_weights", "train.base_weights")
-"""Keys that a choice sets and that a run cannot change when it continues, since its checkpoints depend on them."""
+"""Keys that a choice sets and on which the checkpoints of a run depend."""
 
 CHOSEN = ("ema.device", "activation_checkpointing", "parallel.cpu_offload", *BOUND)
-"""Keys that a choice sets, beside the micro-batch."""
+"""Keys that a choice sets, beside the micro-batch size."""
+
+REDUCED = {"train.base_weights": {WEIGHTS, COPIES}, "optimizer.algorithm": {OPTIMIZER, UPDATE}}
+"""Labels that a saving reduces: without a fit even without them, it is not rehearsed."""
 
 Values = dict[str, Any]
 """Values of the configuration, by key."""
 
 
+def free_gb(device: torch.device, machine_ranks: int) -> tuple[float, float]:
+    """Return a rank's free GB on its device, and on its host beside a GPU."""
+    host = free_host_bytes() / machine_ranks / 1e9
+    if device.type != "cuda":
+        return host, math.inf
+    free, whole = torch.cuda.mem_get_info(device)
+    return min(whole, free + CONTEXT_BYTES) / 1e9, host
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Settings of a training, and what it needs with them.
+    """The values that a choice sets, the micro-batch size, and bytes of a rank's computed peak with them.
 
-    Attributes:
-        values: that the choice changes, but the micro-batch.
-        micro_batch_size: of the run.
-        bytes: of a rank's computed peak.
-        host_bytes: of what a rank has in host memory.
-        fits: whether the device, or what was asked for, takes the peak, and the host what lies there.
-        whole: memory of a rank that holds all weights.
-        steps: what was rehearsed.
+    `fits` says whether the peak fits the device or the budget, and the rest the host; `whole` is the memory of a rank
+    that has all weights, `layout` that of a rank of the run, `steps` are the rehearsed ones.
     """
 
     values: Values
     micro_batch_size: int
     bytes: int
-    host_bytes: int
     fits: bool
     whole: Memory
+    layout: Memory
     steps: Rehearsed
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of a rank in host memory."""
+        return self.layout.host_bytes()
+
+    def least_bytes(self, saving: Values) -> int:
+        """Return bytes of the peak of one sample without the labels of `REDUCED`."""
+        reduced = {label for key in saving for label in REDUCED[key]}
+        return dataclasses.replace(self.layout, on_host=self.layout.on_host | reduced).total(1)
 
 
 def fit(cfg: DictConfig, world: World) -> None:
@@ -94,11 +110,7 @@ def is_asked(cfg: DictConfig) -> bool:
 
 
 def choose_or_skip(cfg: DictConfig, budget: Budget) -> Values:
-    """Return what to set, and log it; nothing where no step can be rehearsed and no choice is asked for.
-
-    Raises:
-        ConfigError: no step can be rehearsed, and a choice is asked for.
-    """
+    """Return what to set, and log it; nothing where no step can be rehearsed."""
     try:
         return decide(cfg, budget)
     except ConfigError:
@@ -115,7 +127,7 @@ def choose_or_skip(cfg: DictConfig, budget: Budget) -> Values:
 
 
 def decide(cfg: DictConfig, budget: Budget) -> Values:
-    """Return what to set, and log it. A run that continues keeps what it began with, where that still fits."""
+    """Return what to set, and log it; a continued run keeps its values while they fit."""
     bound, earlier = saved_settings(cfg, budget)
     stays, budget = changed(cfg, bound), dataclasses.replace(budget, kept={*budget.kept, *bound})
     choice = choose(changed(stays, {**earlier, "memory.budget_gb": None}), budget) if earlier else None
@@ -139,19 +151,19 @@ def decide(cfg: DictConfig, budget: Budget) -> Values:
 
 
 def choose(cfg: DictConfig, budget: Budget) -> Choice:
-    """Return the largest micro-batch, and the cheapest savings, with which a training fits.
+    """Return the largest micro-batch size, and the cheapest savings, with which a training fits.
 
-    Savings that leave its numbers as they are may be added for a micro-batch of `ENOUGH`; others only where nothing
-    else fits. Where nothing fits at all it is what needs least. A configuration that leaves nothing open comes back as
-    it is.
+    Savings that leave its numbers as they are may be added for a micro-batch size of `ENOUGH`; others only where
+    nothing else fits. Where nothing fits at all, what needs least. A configuration that leaves nothing open comes back
+    as it is.
     """
     micro, share = cfg.train.micro_batch_size, cfg.train.global_batch_size // budget.ranks
-    sizes = [size for size in range(1, share + 1) if share % size == 0] if _is_size_open(cfg, budget) else [micro]
+    sizes = divisors(share) if _is_size_open(cfg, budget) else [micro]
     values: Values = {}
     tried: list[Choice] = []
     for saving in [{}, *_free(exact_savings(cfg, budget), cfg, budget)]:
         choice = _computed(cfg, {**values, **saving}, budget, sizes)
-        if saving and choice.host_bytes > budget.host_gb * 1e9 * HOST_USABLE:
+        if saving and choice.host_bytes > budget.host_bytes:
             continue
         values = choice.values
         tried.append(choice)
@@ -159,48 +171,50 @@ def choose(cfg: DictConfig, budget: Budget) -> Choice:
             return choice
     if fitting := [choice for choice in tried if choice.fits]:
         return fitting[0]
-    rounded: Values = {}
-    for saving in _free(rounding_savings(cfg), cfg, budget):
+    rounded, savings = dict(values), _free(rounding_savings(cfg), cfg, budget)
+    limit = budget.usable_bytes(cfg.memory.budget_gb)
+    for saving in savings:
         rounded |= saving
-        tried.append(_computed(cfg, {**values, **rounded}, budget, sizes))
-        if tried[-1].fits:
-            return tried[-1]
+        if saving is savings[-1] or tried[-1].least_bytes(saving) <= limit:
+            tried.append(_computed(cfg, rounded, budget, sizes))
+            if tried[-1].fits:
+                return tried[-1]
     for saving in _free(offloading(cfg, budget), cfg, budget):
         choice = _computed(cfg, {**values, **saving}, budget, sizes)
-        tried += [choice] if choice.host_bytes <= budget.host_gb * 1e9 * HOST_USABLE else []
+        tried += [choice] if choice.host_bytes <= budget.host_bytes else []
     return min(tried, key=lambda choice: choice.bytes)
 
 
+def divisors(count: int) -> list[int]:
+    """Return the numbers that divide another, the smallest first."""
+    return [size for size in range(1, count + 1) if count % size == 0]
+
+
 def _is_size_open(cfg: DictConfig, budget: Budget) -> bool:
-    """Return whether the micro-batch is to be chosen."""
     micro = cfg.train.micro_batch_size
     return micro == AUTO or (cfg.memory.budget_gb is not None and "train.micro_batch_size" not in budget.kept)
 
 
 def _free(savings: Iterator[Values], cfg: DictConfig, budget: Budget) -> list[Values]:
-    """Return those of some savings that the user has not decided about; none where `memory` asks for none."""
-    if cfg.memory.budget_gb is None:
-        return []
-    return [saving for saving in savings if all(is_free(key, budget.kept) for key in saving)]
+    is_asked = cfg.memory.budget_gb is not None
+    return [saving for saving in savings if is_asked and all(is_free(key, budget.kept) for key in saving)]
 
 
 def _computed(cfg: DictConfig, values: Values, budget: Budget, sizes: Sequence[int]) -> Choice:
-    """Return the largest micro-batch that fits with some values, or the smallest where none does."""
+    """Return the largest micro-batch size that fits with some values, else the smallest."""
     trial, share = changed(cfg, values), cfg.train.global_batch_size // budget.ranks
     whole, steps = memory_of(trial, on_cuda=budget.on_cuda)
     has_gb = budget.gb if budget.on_cuda else math.inf  # the device decides the mode, not what is asked for
-    memory = over_ranks(trial, whole, budget.ranks, machine_ranks=budget.machine_ranks, device_gb=has_gb)
+    layout = over_ranks(trial, whole, budget.ranks, machine_ranks=budget.machine_ranks, device_gb=has_gb)
     limit = budget.usable_bytes(cfg.memory.budget_gb)
-    size = memory.largest(limit, sizes, share) or sizes[0]
-    need, host = memory.total(size, share // size), memory.host_bytes()
-    fits = need <= limit and host <= budget.host_gb * 1e9 * HOST_USABLE
-    return Choice(
-        values=values, micro_batch_size=size, bytes=need, host_bytes=host, fits=fits, whole=whole, steps=steps
-    )
+    size = layout.largest(limit, sizes, share) or sizes[0]
+    need = layout.total(size, share // size)
+    fits = need <= limit and layout.host_bytes() <= budget.host_bytes
+    return Choice(values=values, micro_batch_size=size, bytes=need, fits=fits, whole=whole, layout=layout, steps=steps)
 
 
 def exact_savings(cfg: DictConfig, budget: Budget) -> Iterator[Values]:
-    """Yield what leaves a run's numbers as they are, up to rounding, and nearly its speed; the cheapest first."""
+    """Yield savings that leave a run's numbers as they are, the cheapest first."""
     if budget.on_cuda and cfg.ema.decay is not None and cfg.ema.device is None:
         yield {"ema.device": "cpu"}
     if not cfg.activation_checkpointing and _builds_network(cfg):
@@ -221,7 +235,7 @@ def rounding_savings(cfg: DictConfig) -> Iterator[Values]:
 
 
 def offloading(cfg: DictConfig, budget: Budget) -> Iterator[Values]:
-    """Yield weights and optimizer on the host, where every step waits for the bus, unless the algorithm refuses it."""
+    """Yield weights and optimizer on the host, unless the algorithm refuses that."""
     target = (cfg.optimizer.get("algorithm") or {}).get("_target_")
     needs_whole = target == "torch.optim.Adafactor" or bool(target and class_constant(target, "needs_whole"))
     if budget.on_cuda and not needs_whole and not cfg.parallel.cpu_offload:
@@ -229,7 +243,7 @@ def offloading(cfg: DictConfig, budget: Budget) -> Iterator[Values]:
 
 
 def _builds_network(cfg: DictConfig) -> bool:
-    """Return whether the run has the stage's network, which checkpointing recomputes; a previewer's has none."""
+    """Return whether the run has the stage's network, which checkpointing recomputes."""
     return "network" not in build_parts(unloaded(cfg)).stage.left_out
 
 
@@ -252,17 +266,17 @@ def is_free(key: str, kept: Collection[str]) -> bool:
 
 def names_of(values: Values) -> str:
     """Return values as keys are set."""
-    return " ".join(_shown(key, value) for key, value in values.items()) or "nothing more"
+    return " ".join(_setting(key, value) for key, value in values.items()) or "nothing more"
 
 
-def _shown(key: str, value: Any) -> str:
+def _setting(key: str, value: Any) -> str:
     if key == "optimizer.algorithm":
         return "optimizer=adamw_8bit"
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def remedy(cfg: DictConfig, budget: Budget) -> str:
-    """Return what makes a run fit that does not: a micro-batch, else what memory=auto chooses, else what to try."""
+    """Return what makes a run fit: a micro-batch size, memory=auto, or what to try."""
     for asked in (None, AUTO):
         found = choose(changed(cfg, {"train.micro_batch_size": AUTO, "memory.budget_gb": asked}), budget)
         if found.fits:
@@ -272,10 +286,10 @@ def remedy(cfg: DictConfig, budget: Budget) -> str:
 
 
 def nothing_fits(cfg: DictConfig, least: Choice, budget: Budget) -> str:
-    """Say that nothing fits what was asked for, what was chosen instead, and the nearest tier that takes it."""
+    """Return the warning that nothing fits, with the choice and the nearest tier."""
     asked = cfg.memory.budget_gb
     key = "train.micro_batch_size=auto" if asked is None else f"memory.budget_gb={asked}"
-    usable, limit = budget.usable_bytes(asked), budget.host_gb * 1e9 * HOST_USABLE
+    usable, limit = budget.usable_bytes(asked), budget.host_bytes
     tier = next((gb for gb in TIERS_GB if least.bytes <= budget.usable_bytes(float(gb))), None)
     nearest = "no tier takes that" if tier is None else f"the nearest tier that takes it is memory={tier}gb"
     host = f", beside {as_gb(least.host_bytes)} of {as_gb(limit)} GB of its host" if least.host_bytes > limit else ""
@@ -307,7 +321,7 @@ def saved_settings(cfg: DictConfig, budget: Budget) -> tuple[Values, Values]:
 
 
 def _continued(cfg: DictConfig) -> Path | None:
-    """Return the configuration of the run from whose checkpoint this one goes on; None = it starts anew."""
+    """Return the saved configuration of the run that is continued; None = none is."""
     folder, resume = Path(cfg.run.dir), cfg.run.resume
     if any(folder.glob("checkpoints/step_*")):
         return folder / CONFIG_NAME

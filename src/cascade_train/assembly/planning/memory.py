@@ -1,4 +1,4 @@
-"""The memory of one rank, by what it is for, for any micro-batch and number of ranks, from steps that were rehearsed.
+"""The memory of one rank, by label, for any micro-batch size and number of ranks, from rehearsed steps.
 
 After each operation of a step, memory is affine in the micro-batch: the operations are the same, and each makes tensors
 with or without a batch dimension. Two rehearsed sizes therefore give it for all sizes, and its peak.
@@ -12,13 +12,15 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 from omegaconf import DictConfig
+from torch import Tensor
 
-from cascade_train.assembly.components import build_parts
-from cascade_train.assembly.planning.batches import blank_batch, cached_batches
+from cascade_train.assembly.cache_identity import take_cache
+from cascade_train.assembly.components import Parts, build_component, build_parts
 from cascade_train.assembly.planning.devices import CONTEXT_BYTES
 from cascade_train.assembly.planning.rehearsal import (
     ACTIVATIONS,
@@ -33,15 +35,20 @@ from cascade_train.assembly.planning.rehearsal import (
     rehearse,
     unloaded,
 )
+from cascade_train.batch import Batch
 from cascade_train.config.saved import to_plain
 from cascade_train.config.targets import class_constant
+from cascade_train.data.cached import Cached
+from cascade_train.data.data_set import open_data_set
 from cascade_train.distributed.parallelize import FITS_SHARE
+from cascade_train.filters.base import CONTROL
+from cascade_train.tasks.controlnet import ControlNet
 
 SIZES = (2, 3)
 """Micro-batches that are rehearsed: a batch of 1 would take other ways through some operations."""
 
 _REHEARSED: dict[str, tuple[Memory, Rehearsed]] = {}
-"""What this process has rehearsed, by configuration: a choice compares several, and a sweep repeats them."""
+"""Rehearsals of this process by configuration: a choice and a sweep repeat them."""
 
 STATE = (WEIGHTS, GRADIENTS, OPTIMIZER, AVERAGE)
 """What is split where weights are."""
@@ -52,11 +59,11 @@ class Memory:
     """Bytes of one rank in a step.
 
     Attributes:
-        fixed: after each operation, (T,) by what they are for, whatever the micro-batch.
+        fixed: after each operation, (T,) by label, whatever the micro-batch.
         each: the same for each sample of the micro-batch.
         ranks: over how many weights are split.
-        gathered: bytes of what a rank gathers at once where they are.
-        on_host: what lies in host memory.
+        gathered: bytes that a rank gathers at once where they are.
+        on_host: labels in host memory.
         context: bytes beside all tensors.
     """
 
@@ -68,7 +75,7 @@ class Memory:
     context: int = CONTEXT_BYTES
 
     def over(self, ranks: int) -> Memory:
-        """Return the memory of a rank that gathers weights, since they are split over several or lie on the host."""
+        """Return the memory of a rank that gathers weights, from others or from the host."""
         if ranks == 1 and WEIGHTS not in self.on_host:
             return self
         fixed = {name: curve / ranks if name in STATE else curve for name, curve in self.fixed.items()}
@@ -114,7 +121,6 @@ class Memory:
         return None
 
     def _waiting(self) -> dict[str, np.ndarray]:
-        """Return `fixed` with whole gradients at every moment."""
         whole = np.full_like(self.fixed[GRADIENTS], self.fixed[GRADIENTS].max())
         return {**self.fixed, GRADIENTS: whole}
 
@@ -137,13 +143,13 @@ def over_ranks(cfg: DictConfig, memory: Memory, ranks: int, *, machine_ranks: in
 
 
 def memory_of(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, Rehearsed]:
-    """Rehearse a checked configuration; return the memory of one rank, whose weights are whole, and the steps."""
+    """Rehearse a checked configuration; return the memory of a single rank, and the steps."""
     bare = unloaded(cfg)
     is_cached = class_constant(cfg.data._target_, "is_cache")
-    key = json.dumps(
-        [on_cuda, {**to_plain(bare), "memory": None, "train": {**to_plain(bare.train), "micro_batch_size": None}}],
-        default=str,
-    )
+    plain = to_plain(bare)
+    plain["parallel"] = plain["parallel"]["reshard_after_forward"]  # all else of it leaves a rehearsal as it is
+    plain["memory"] = plain["train"]["micro_batch_size"] = None
+    key = json.dumps([on_cuda, plain], default=str)
     if is_cached or key not in _REHEARSED:
         parts = build_parts(bare)
         batches = cached_batches(cfg, parts, SIZES) if is_cached else [blank_batch(bare, parts, n) for n in SIZES]
@@ -155,14 +161,49 @@ def memory_of(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, Rehears
     return dataclasses.replace(memory, gathered=steps.gathered, on_host=frozenset(on_host), context=context), steps
 
 
-def between(steps: Rehearsed, *, sizes: tuple[int, int]) -> Memory:
-    """Return the memory of which two micro-batches were rehearsed, from the moments that both have.
+def blank_batch(cfg: DictConfig, parts: Parts, size: int) -> Batch:
+    """Return a batch of blank samples of the largest shape, whose draws need the most memory."""
+    source = build_component(cfg, "data")
+    height, width = max(source.bucket_table(None).sizes_K2.tolist(), key=lambda each: each[0] * each[1])
+    tensors: dict[str, Tensor] = {}
+    if isinstance(parts.task, ControlNet):
+        of_images = parts.task.bottleneck in ("effnet", "small")
+        sides = (height, width) if of_images else parts.stage.latent_shape(height, width)[1:]
+        tensors[CONTROL] = torch.zeros(size, parts.task.filter.channels, *sides)
+    return WorstCaseBatch(
+        image_BCHW=torch.zeros(size, 3, height, width, dtype=torch.uint8),
+        captions=("a caption",) * size,
+        keys=tuple(map(str, range(size))),
+        epoch_B=torch.zeros(size, dtype=torch.int64),
+        index_B=torch.arange(size),
+        seed=0,
+        tensors=tensors,
+    )
 
-    Those are all, unless something is done sample by sample; then what is before and after it, and its peak.
+
+def cached_batches(cfg: DictConfig, parts: Parts, sizes: Sequence[int]) -> list[Batch]:
+    """Return batches of a cache, and let `parts`, which are not built yet, read from it."""
+    data = open_data_set(build_component(cfg, "data"), share=None, held_out=None)
+    take_cache(to_plain(cfg), parts.stage, parts.task, cast("Cached", data.training.source))
+    return [WorstCaseBatch(**vars(data.shown_batch(size, seed=cfg.run.seed))) for size in sizes]
+
+
+class WorstCaseBatch(Batch):
+    """A batch whose draws take the most memory: every image is a condition, and none shrinks."""
+
+    def uniform(self, purpose: str) -> Tensor:
+        """Return the end of [0, 1) that takes more memory, (B,)."""
+        return torch.full((len(self),), 1.0 - 1e-6 if purpose == "shrink" else 0.0)
+
+
+def between(steps: Rehearsed, *, sizes: tuple[int, int]) -> Memory:
+    """Return the memory that follows from two micro-batches, by the moments that both have.
+
+    All of them, unless something is done sample by sample: then those before and after it, and its peak.
     """
     first, second = steps.operations
-    before = _equal(first, second)
-    after = _equal(first[before:][::-1], second[before:][::-1])
+    before = _shared_prefix(first, second)
+    after = _shared_prefix(first[before:][::-1], second[before:][::-1])
     is_in_both = min(len(first), len(second)) > before + after
     small, large = (_joined(curves, before, after, peak=is_in_both) for curves in steps.curves)
     names = list(dict.fromkeys([*small, *large]))
@@ -173,13 +214,12 @@ def between(steps: Rehearsed, *, sizes: tuple[int, int]) -> Memory:
     return Memory(fixed=fixed, each=each)
 
 
-def _equal(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how many operations from the beginning on are the same."""
+def _shared_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], zip(first, second, strict=False)))
 
 
 def _joined(curves: Curves, before: int, after: int, *, peak: bool) -> Curves:
-    """Return some first and last moments of curves, and the one between them that needs the most."""
+    """Return the first and last moments of curves, and the one between them that needs the most."""
     end = len(next(iter(curves.values()))) - after
     needed = np.sum(list(curves.values()), axis=0)[before:end]
     middle = [before + int(needed.argmax())] if peak else []

@@ -1,6 +1,6 @@
-"""What `cascade-train plan` reports: parameters, memory, length, time and disk of a run, and what is worth a warning.
+"""What `cascade-train plan` reports: parameters, memory, length, time and disk of a run, and warnings.
 
-Lives here: the conclusions, and their text. Must not live here: how memory is known (memory.py, rehearsal.py).
+Must not live here: how memory is computed (memory.py, rehearsal.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from cascade_train.assembly.planning.budget import Budget
-from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, SIZES_GB, TF32_SHARE, USABLE, as_gb
-from cascade_train.assembly.planning.fitting import changed, choose, is_asked, names_of, nothing_fits, remedy
+from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, SIZES_GB, TF32_SHARE, USABLE, Budget, as_gb
+from cascade_train.assembly.planning.fitting import changed, choose, divisors, is_asked, names_of, nothing_fits, remedy
 from cascade_train.assembly.planning.memory import Memory, over_ranks
 from cascade_train.assembly.planning.samples import Samples
 from cascade_train.config.groups import typed_keys
@@ -29,22 +28,22 @@ SAVE_SECONDS = (600.0, 4 * 3600.0)
 
 
 MANY_SAVES = 1000
-"""Checkpoints of a run of which it is not known how many there are."""
+"""Checkpoints of a run where their number is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is known of a run before it begins; bytes, seconds, and numbers of parameters and samples.
+    """A run before it begins, in bytes, seconds, and numbers of parameters and samples.
 
     Attributes:
         title: the run, in a line.
         parameters: of each module, all and those that train.
-        memory: by number of ranks, of one of them at its peak, by what it is for; none where the batch does not divide.
+        memory: by number of ranks that divide the batch, of one of them at its peak, by label.
         micro_batch_size: of the run; by number of ranks, as it is or as it would be.
         fits: the largest micro-batch that divides a rank's share of the batch and fits the device; None = none does.
         largest: by number of ranks and gigabytes of a device, the largest micro-batch that fits; None = none does.
         steps: optimizer steps.
-        samples: what is known of the data.
+        samples: of the data.
         tflop: of a sample, forward and backward, encoders too.
         seconds_per_step: at the assumed share of the device's peak.
         device: its name.
@@ -167,8 +166,8 @@ def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples) -> 
         parameters=steps.parameters,
         memory=peaks,
         micro_batch_size=micro,
-        fits=layouts[ranks].largest(budget.usable_bytes(), _divisors(batch // ranks), batch // ranks),
-        largest={n: {gb: _largest(layouts[n], gb, batch // n) for gb in SIZES_GB} for n in micro},
+        fits=layouts[ranks].largest(budget.usable_bytes(), divisors(batch // ranks), batch // ranks),
+        largest={n: _largest(layouts[n], batch // n) for n in micro},
         steps=_steps(cfg, samples),
         global_batch_size=batch,
         samples=samples,
@@ -195,22 +194,18 @@ def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples) -> 
 
 
 def _micro(batch: int, own: int, ranks: int) -> int | None:
-    """Return the micro-batch on a number of ranks: the run's own as far as it divides; None = the batch does not."""
+    """Return the largest micro-batch size up to the run's own; None = none divides."""
     share, rest = divmod(batch, ranks)
-    return None if rest else max(size for size in _divisors(share) if size <= own)
+    return None if rest else max(size for size in divisors(share) if size <= own)
 
 
-def _divisors(count: int) -> list[int]:
-    return [size for size in range(1, count + 1) if count % size == 0]
-
-
-def _largest(memory: Memory, gb: int, share: int) -> int | None:
-    """Return the largest micro-batch up to a rank's share of the batch that fits a device."""
-    return memory.largest(gb * 1e9 * USABLE, range(1, share + 1), share)
+def _largest(memory: Memory, share: int) -> dict[int, int | None]:
+    """Return the largest micro-batch size that fits each of `SIZES_GB`."""
+    return {gb: memory.largest(gb * 1e9 * USABLE, range(1, share + 1), share) for gb in SIZES_GB}
 
 
 def _steps(cfg: DictConfig, samples: Samples) -> int | None:
-    """Return the optimizer steps of a run; without its data what its limits but epochs say; None = not known."""
+    """Return the optimizer steps of a run, without its data by limits alone; None = unknown."""
     if samples.steps is not None:
         return samples.steps
     seen = cfg.data.get("num_examples_to_see")
@@ -219,10 +214,7 @@ def _steps(cfg: DictConfig, samples: Samples) -> int | None:
 
 
 def _between_saves(cfg: DictConfig, samples: Samples) -> int | None:
-    """Return the steps between checkpoints; None = there is only the final one.
-
-    Where epochs count and are not known, so few that all may stay that are to stay.
-    """
+    """Return the steps between checkpoints; None = there is only the final one."""
     rule = cfg.checkpoint
     if rule.every_epochs is None or samples.saved_steps is not None:
         return rule.every_steps if rule.every_epochs is None else samples.saved_steps
@@ -230,10 +222,7 @@ def _between_saves(cfg: DictConfig, samples: Samples) -> int | None:
 
 
 def _kept(cfg: DictConfig, steps: int | None) -> tuple[int, int]:
-    """Return how many checkpoints stay at the end of a run for being new, and at most how many for another reason.
-
-    Of a run without known end the newest and best alone.
-    """
+    """Return how many checkpoints stay for being new, and how many at most else."""
     rule = cfg.checkpoint
     if steps is None:
         return rule.keep_last or 1, rule.keep_best or 0
@@ -278,7 +267,6 @@ def _duration(seconds: float) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield a table whose first column begins at the left and whose others end at the right."""
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     for row in [heads, *rows]:
         yield "  ".join(

@@ -1,13 +1,13 @@
 """Build a run and take its own optimizer steps on torch's meta device: trace the allocations, and count FLOPs.
 
-Nothing is loaded, drawn or sent, and no tensor has memory. Lives here: how a run is made to do that. Must not live
-here: what is concluded (memory.py).
+Nothing is loaded or sent, and no tensor has memory. Must not live here: conclusions (memory.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from cascade_train.assembly.components import Parts
 from cascade_train.assembly.model import bind, build_modules, compute_dtype, quantize_base, shard, stored_dtype
-from cascade_train.assembly.planning.batches import NoFilter, on_meta
-from cascade_train.assembly.planning.live import CUDA_BLOCK_BYTES, META, Live, Shapes
+from cascade_train.assembly.planning.allocations import CUDA_BLOCK_BYTES, META, Allocations, ShapeCache
 from cascade_train.batch import Batch
 from cascade_train.distributed.parallelize import make_copies, reshard, set_gradient_sync
 from cascade_train.distributed.sharded import gathered_alone
 from cascade_train.engine.optimizer import fill_state
 from cascade_train.engine.phase import training_state
+from cascade_train.filters.base import ControlFilter, ControlMap, Encode, float_map
 from cascade_train.tasks.base import Export, Phase
 from cascade_train.tasks.controlnet import ControlNet
 
@@ -40,23 +40,28 @@ AVERAGE, ENCODERS, BATCH, ACTIVATIONS, UPDATE = "average", "encoders", "batch", 
 Curves = Mapping[str, np.ndarray]
 """Bytes after each operation, (T,) int64 by what they are for."""
 
+Trace = tuple[Curves, Sequence[Any], int]
+"""Curves of a step, the operations that their moments follow, and its FLOPs."""
+
 LAST_STEP = 2**62
 """Step that is rehearsed, for tasks that count."""
+
+ON_HOST = ("keep_image_B",)
+"""Fields of prepared batches that a loss reads on the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """What steps hold and compute on one rank.
+    """Allocations and FLOPs of rehearsed steps on one rank.
 
     Attributes:
         curves: of each step.
         operations: of each step, those that the moments of its curves follow.
-        flops: floating-point operations of a step for each sample, a multiply-add counted as two.
-        update_flops: those of a step whatever its samples, such as an optimizer's.
+        flops: for each sample, a multiply-add counted as two.
+        update_flops: of a step whatever its samples, such as an optimizer's.
         parameters: of each module, how many there are, and how many of them train.
-        gathered: bytes of what a rank gathers at once, where weights are split.
-        checkpoint_bytes: of a checkpoint, over all ranks.
-        weights_bytes: of one without the optimizer's state.
+        gathered: bytes that a rank gathers at once, where weights are split.
+        checkpoint_bytes: over all ranks; `weights_bytes` are those without the optimizer's state.
         export_bytes: of the trained weights that are exported.
     """
 
@@ -72,141 +77,142 @@ class Rehearsed:
 
 
 def rehearse(cfg: DictConfig, parts: Parts, batches: Sequence[Batch], *, on_cuda: bool = True) -> Rehearsed:
-    """Take a step of a checked configuration with each of some micro-batches, on one rank with whole weights.
+    """Take a step with each of two or more micro-batches of different sizes, on one rank with whole weights.
 
-    Args:
-        cfg: from `unloaded`.
-        parts: of it, not built yet.
-        batches: two at least, of different sizes, from `blank_batch` or `cached_batches`.
-        on_cuda: count what a CUDA device keeps; False = what this CPU does.
+    `cfg` is from `unloaded`, `parts` are of it and not built yet. `on_cuda`: count what a CUDA device keeps; False =
+    what this CPU does.
     """
-    with ExitStack() as stack:
-        stack.enter_context(_fused_on_meta())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+    fused = [*optimizer._get_fused_kernels_supported_devices(), META.type]
+    kernels = {"scaled_dot_product_attention": partial(_attention, on_cuda=on_cuda)}
+    if on_cuda:
+        kernels["dropout"] = _dropout  # type: ignore[assignment]
+    with _replaced(optimizer, _get_fused_kernels_supported_devices=lambda: fused), torch.random.fork_rng(devices=[]):
         if isinstance(parts.task, ControlNet):
             parts.task.filter = NoFilter(parts.task.filter)
-        stack.enter_context(Shapes())
-        build_modules(cfg, parts, META, network_dtype=stored_dtype(cfg, parts))
-        quantize_base(cfg, parts)
-        mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("replicate", "shard"), _init_backend=False, _rank=0)
-        parts.task.device = torch.device("cpu")
-        prepared = [parts.task.prepare_batch(batch) for batch in batches]
+        with ShapeCache() as shapes:
+            build_modules(cfg, parts, META, network_dtype=stored_dtype(cfg, parts))
+            quantize_base(cfg, parts)
+            parts.task.device = torch.device("cpu")
+            prepared = [parts.task.prepare_batch(batch) for batch in batches]
         parts.task.device = META
         if "step" in (state := parts.task.state_dict()):  # what begins later in a run takes part
             parts.task.load_state_dict({**state, "step": torch.tensor(LAST_STEP)})
-        stack.enter_context(_kernels(on_cuda=on_cuda))
-        live = stack.enter_context(Live(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1))
-        run = _Run(cfg, parts, live, mesh)
-        run.step(prepared[0])  # makes what later steps find made, such as tables of noise levels
-        traces = [run.step(each) for each in prepared]
-        live.counts = False
-        small, large = (flops for *_, flops in traces[-2:])
-        flops = (large - small) / (len(batches[-1]) - len(batches[-2]))
-        state = training_state(run.phases, parts.task)
-        optimizers = [each.pop("optimizer") for each in state["phases"].values()]
-        weights_bytes = _bytes(state)
-        return Rehearsed(
-            curves=[curves for curves, *_ in traces],
-            operations=[operations for _, operations, _ in traces],
-            flops=flops,
-            update_flops=large - len(batches[-1]) * flops,
-            parameters=run.parameters,
-            gathered=run.gathered,
-            checkpoint_bytes=weights_bytes + _bytes(optimizers),
-            weights_bytes=weights_bytes,
-            export_bytes=sum(map(_export_bytes, parts.task.exports().values())),
-        )
+        mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("replicate", "shard"), _init_backend=False, _rank=0)
+        allocations = Allocations(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, shapes=shapes)
+        with _replaced(functional, **kernels), allocations:
+            run = _RecordedRun(cfg, parts, allocations, mesh)
+            run.warm_up(prepared[0])
+            return _summary(parts, run, [run.step(each) for each in prepared], [len(batch) for batch in batches])
 
 
-class _Run:
-    """A run that is built and bound while its allocations are recorded."""
+def _summary(parts: Parts, run: _RecordedRun, traces: Sequence[Trace], sizes: Sequence[int]) -> Rehearsed:
+    small, large = (flops for *_, flops in traces[-2:])
+    flops = (large - small) / (sizes[-1] - sizes[-2])
+    state = training_state(run.phases, parts.task)
+    optimizers = [each.pop("optimizer") for each in state["phases"].values()]
+    weights_bytes = _bytes(state)
+    return Rehearsed(
+        curves=[curves for curves, *_ in traces],
+        operations=[operations for _, operations, _ in traces],
+        flops=flops,
+        update_flops=large - sizes[-1] * flops,
+        parameters=run.parameters,
+        gathered=run.gathered,
+        checkpoint_bytes=weights_bytes + _bytes(optimizers),
+        weights_bytes=weights_bytes,
+        export_bytes=sum(map(_export_bytes, parts.task.exports().values())),
+    )
 
-    def __init__(self, cfg: DictConfig, parts: Parts, live: Live, mesh: DeviceMesh) -> None:
-        self._parts, self._live = parts, live
+
+class _RecordedRun:
+    def __init__(self, cfg: DictConfig, parts: Parts, allocations: Allocations, mesh: DeviceMesh) -> None:
+        self._allocations = allocations
         phases = parts.task.phases()
         roots = [root for phase in phases for root in phase.modules.values()]
-        self._met: dict[Tensor, Tensor] = {}
-        self.parameters = _counted(parts, phases)
+        self._on_meta: dict[Tensor, Tensor] = {}
+        self.parameters = _parameter_counts(parts, phases)
         kept = not cfg.parallel.reshard_after_forward
         self.gathered = sum(_gathered(phase, compute_dtype(cfg), kept=kept) for phase in phases)
-        live.label = WEIGHTS
+        allocations.label = WEIGHTS
         for root in roots:
-            self._take(root)
-        live.label = ENCODERS
-        self._take_below(parts.task, set())
-        live.label = WEIGHTS
+            self._move_module(root)
+        allocations.label = ENCODERS
+        self._move_attributes(parts.task, set())
+        allocations.label = WEIGHTS
         shard(cfg, phases, mesh, OffloadPolicy())
-        live.label = AVERAGE
+        allocations.label = AVERAGE
         self.phases = [bind(cfg, phase, parts) for phase in phases]
-        live.label = OPTIMIZER
+        allocations.label = OPTIMIZER
         for bound in self.phases:
             fill_state(bound.optimizer)
-        live.label = COPIES
+            if bound.can_withhold:  # kept from one update to the next
+                bound.optimizer.found_inf = torch.zeros((), device=META)  # type: ignore[attr-defined]
+        allocations.label = COPIES
         make_copies(roots)
         reshard(roots)
 
-    def _take(self, module: nn.Module) -> None:
-        """Record the tensors of a module, and take the memory from those that have any."""
+    def _move_module(self, module: nn.Module) -> None:
         for owner in module.modules():
             for tensors in (owner._parameters, owner._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None:
-                        tensors[name] = self._bare(tensor)
+                        tensors[name] = self._moved(tensor)
 
-    def _bare(self, tensor: Tensor) -> Any:
-        """Return a tensor, or one without memory in its place, the same one at each call."""
-        if tensor not in self._met:
+    def _moved(self, tensor: Tensor) -> Any:
+        if tensor not in self._on_meta:
             bare = tensor if tensor.is_meta else tensor.detach().to(META)
             if isinstance(tensor, nn.Parameter) and bare is not tensor:
                 bare = nn.Parameter(bare, tensor.requires_grad)
-            self._live.note([bare])
-            self._met[tensor] = self._met[bare] = bare
-        return self._met[tensor]
+            self._allocations.record([bare])
+            self._on_meta[tensor] = self._on_meta[bare] = bare
+        return self._on_meta[tensor]
 
-    def _take_below(self, owner: Any, seen: set[int]) -> None:
-        """Take modules and tensors in the attributes of an object of this library, and of those that it holds."""
+    def _move_attributes(self, owner: Any, seen: set[int]) -> None:
+        """Move modules and tensors in the attributes of an object of this library, and of those below it."""
         seen.add(id(owner))
         for name, value in list(vars(owner).items()):
             if isinstance(value, nn.Module):
-                self._take(value)
+                self._move_module(value)
             elif isinstance(value, Tensor | dict):
-                vars(owner)[name] = tree_map_only(Tensor, self._bare, value)
+                vars(owner)[name] = tree_map_only(Tensor, self._moved, value)
             elif _is_ours(value) and id(value) not in seen:
-                self._take_below(value, seen)
+                self._move_attributes(value, seen)
 
-    def step(self, prepared: Any) -> tuple[Curves, Sequence[Any], int]:
-        """Take an optimizer step on one micro-batch, as the loop does; return its curves, operations and FLOPs."""
-        live = self._live
-        live.counts, live.flops, live.label = True, 0, BATCH
-        prepared = on_meta(prepared)
-        live.note(tensor for tensor in tree_iter(vars(prepared)) if isinstance(tensor, Tensor) and tensor.is_meta)
-        begin = live.tick
+    def warm_up(self, prepared: Any) -> None:
+        """Compute the losses once: they make tables, as of noise levels, that steps reuse."""
+        self._allocations.label = ACTIVATIONS
         for bound in self.phases:
-            live.label = ACTIVATIONS
+            bound.phase.loss(on_meta(prepared))
+
+    def step(self, prepared: Any) -> Trace:
+        """Take an optimizer step on one micro-batch, as the loop does."""
+        allocations = self._allocations
+        allocations.counts_flops, allocations.flops, allocations.label = True, 0, BATCH
+        prepared = on_meta(prepared)
+        tensors = (value for value in tree_iter(vars(prepared)) if isinstance(value, Tensor))
+        allocations.record(tensor for tensor in tensors if tensor.is_meta)
+        begin = allocations.tick
+        for bound in self.phases:
+            allocations.label = ACTIVATIONS
             set_gradient_sync(bound.roots, last=True)
             output = bound.phase.loss(prepared)
             output.loss_B.sum().backward()
             del output
-            live.relabel(ACTIVATIONS, GRADIENTS)
-            live.label = UPDATE
+            allocations.relabel(ACTIVATIONS, GRADIENTS)
+            allocations.label = UPDATE
             bound.clip()
             bound.update(bound.phase.start_step + 1, bound.phase.start_step + 1, torch.zeros((), device=META))
-        trace = live.curves(begin), live.operations(begin), live.flops
-        live.relabel(UPDATE, OPTIMIZER)  # of algorithms that make their state anew
+        allocations.counts_flops = False
+        trace = allocations.curves(begin), allocations.operations(begin), allocations.flops
+        allocations.relabel(UPDATE, OPTIMIZER)  # of algorithms that make their state anew
         return trace
 
 
-def _counted(parts: Parts, phases: Sequence[Phase]) -> dict[str, tuple[int, int]]:
-    """Return how many parameters each module has, and how many of them train."""
+def _parameter_counts(parts: Parts, phases: Sequence[Phase]) -> dict[str, tuple[int, int]]:
     roots = {name: root for phase in phases for name, root in phase.modules.items()}
-    modules = parts.stage.frozen_modules() | roots
-    return {
-        name: (
-            sum(p.numel() for p in module.parameters()),
-            sum(p.numel() for p in module.parameters() if p.requires_grad),
-        )
-        for name, module in modules.items()
-    }
+    modules = (parts.stage.frozen_modules() | roots).items()
+    numbers = {name: [(p.numel(), p.requires_grad) for p in module.parameters()] for name, module in modules}
+    return {name: (sum(n for n, _ in each), sum(n for n, trains in each if trains)) for name, each in numbers.items()}
 
 
 def _gathered(phase: Phase, dtype: torch.dtype, *, kept: bool) -> int:
@@ -245,23 +251,34 @@ def _export_bytes(export: Export) -> int:
     return _bytes({n: value for n, value in state.items() if export.whole or n not in frozen})
 
 
+class NoFilter(ControlFilter):
+    """Takes maps as they are, in place of a filter whose files may not be here."""
+
+    def __init__(self, instead_of: ControlFilter) -> None:
+        self.channels = instead_of.channels
+        self.node = instead_of.node  # type: ignore[method-assign]
+
+    def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
+        """Return the maps of the batch."""
+        return float_map
+
+
+def on_meta(value: Any) -> Any:
+    """Return a prepared batch on the meta device, except what a loss reads on the host."""
+    moved = {
+        field.name: tree_map_only(Tensor, lambda tensor: tensor.to(META), getattr(value, field.name))
+        for field in dataclasses.fields(value)
+        if field.name not in ON_HOST
+    }
+    return dataclasses.replace(value, **moved)
+
+
 def _is_ours(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "cascade_train" and hasattr(value, "__dict__")
 
 
-@contextmanager
-def _fused_on_meta() -> Iterator[None]:
-    """Let fused optimizers take tensors without memory."""
-    fused = optimizer._get_fused_kernels_supported_devices
-    optimizer._get_fused_kernels_supported_devices = lambda: [*fused(), META.type]
-    try:
-        yield
-    finally:
-        optimizer._get_fused_kernels_supported_devices = fused
-
-
 def unloaded(cfg: DictConfig) -> DictConfig:
-    """Return a configuration of the same sizes that names no weights, so that nothing is read to build it."""
+    """Return a configuration of the same sizes that names no weights to read."""
     cfg = cfg.copy()
     with open_dict(cfg):
         cfg.model.weights = None
@@ -280,19 +297,16 @@ def unloaded(cfg: DictConfig) -> DictConfig:
 
 
 @contextmanager
-def _kernels(*, on_cuda: bool) -> Iterator[None]:
-    """Let dropout and attention keep for backward what they keep on a device."""
-    kept = functional.dropout, functional.scaled_dot_product_attention
-    functional.dropout = _dropout if on_cuda else kept[0]  # type: ignore[assignment]
-    functional.scaled_dot_product_attention = partial(_attention, on_cuda=on_cuda)
+def _replaced(module: Any, **values: Any) -> Iterator[None]:
+    kept = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
     try:
         yield
     finally:
-        functional.dropout, functional.scaled_dot_product_attention = kept
+        vars(module).update(kept)
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Keep a mask of bytes, as on a CUDA device."""
     return torch.native_dropout(x, p, train=True)[0] if training and p > 0 else x
 
 

@@ -1,4 +1,4 @@
-"""The samples of a planned run, where they are on this machine: how many, their sizes, and the lengths of captions."""
+"""The samples of a planned run: how many, their sizes, and the lengths of captions."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ SHOWN = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """What is known of the samples.
+    """The samples of a run.
 
     Attributes:
-        count: of an epoch; None = not known.
-        steps: of the run, as it will count them; None = not known.
+        count: of an epoch; None = unknown, as below.
+        steps: of the run.
         epoch_steps: optimizer steps of an epoch.
-        saved_steps: between checkpoints, where `checkpoint.every_epochs` counts these; None = not known, or not so.
-        notes: why they are not known, or what opening the data logged, such as how many samples a filter keeps.
-        buckets: training sizes, height and width in pixels, and how many samples each has, most first.
-        leftover: what becomes of samples that fill no global batch, as `data.leftover` says.
-        long: of `read` captions, how many have more tokens than the text encoder takes.
-        read: captions that were read.
-        max_tokens: that the text encoder takes, start and end included.
+        saved_steps: between checkpoints, where `checkpoint.every_epochs` counts these.
+        notes: why they are unknown, or what opening the data logged, such as how many samples a filter keeps.
+        buckets: height and width in pixels of each training size, and its number of samples, most first.
+        leftover: `data.leftover`.
+        long: of `read` captions, how many have more than `max_tokens` tokens, start and end included.
         can_take_more: whether the text encoder would take more, as long captions.
     """
 
@@ -114,7 +112,7 @@ def look(cfg: DictConfig, log: Sequence[str], *, ranks: int) -> Samples:
 
 
 def _places(node: Any) -> Iterator[str]:
-    """Yield what a data node, or one within it, names as its files, commands with a scheme of their own."""
+    """Yield the files that a data node, or one within it, names; commands as `pipe://`."""
     for key, value in node.items() if isinstance(node, Mapping) else ():
         if key in ("urls", "path"):
             places = [value] if isinstance(value, str) else value or []
@@ -124,7 +122,7 @@ def _places(node: Any) -> Iterator[str]:
 
 
 def _sizes(part: Rows) -> list[tuple[int, int, int]]:
-    """Return height and width in pixels of each training size that occurs, and its number of samples, most first."""
+    """Return (height, width, number of samples) of each training size, most first."""
     width_N, height_N = (part.index.table[name][part.rows] for name in ("width", "height"))
     table = part.source.bucket_table(part.index)
     count_K = np.bincount(table.nearest(width_N, height_N), minlength=len(table.sizes_K2))

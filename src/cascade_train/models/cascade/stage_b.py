@@ -87,6 +87,12 @@ class StageB(CascadeStage):
             self.caption_products = {"clip_text_pooled": "text_encoder"}
         super().__post_init__()
 
+    def decoded_multiples(self) -> tuple[int, int]:
+        """Return the pixels of a position of the network, at its first and at its last level."""
+        network = self.network_config.arguments
+        first = self.stage_a.stride * network["patch_size"]
+        return first, first * 2 ** (len(network["block_out_channels"]) - 1)
+
     def draw(self, batch: Batch) -> Drawn:
         """Draw to which multiple of the compressor's stride each image shrinks, and its latents' noise."""
         low, high = self.shrink_range

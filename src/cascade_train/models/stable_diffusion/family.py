@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cascade_train.models.family import Draw, Family, Layout, Spelling
+from cascade_train.models.family import Draw, Family, NameLayout, Spelling
 from cascade_train.models.stable_diffusion.formats import original_names, single_file
 
 USES = {
@@ -56,7 +56,7 @@ class StableDiffusionFamily(Family):
             added = {"added_cond_kwargs": {"text_embeds": draw(1, pooled), "time_ids": draw(1, 6)}}
         return (draw(1, config.in_channels, side, side), torch.tensor([500]), text), added
 
-    def layout(self, config: Mapping[str, Any]) -> Layout:
+    def layout(self, config: Mapping[str, Any]) -> NameLayout:
         """Return the layout of diffusers' names, or of the network in a file of a whole model."""
         return single_file.unet_layout(config)
 

@@ -76,7 +76,7 @@ class StableDiffusion(DenoisingStage):
         return [self.network, *([] if self._control is None else [self._control.module])]
 
     def set_attention(self, name: str) -> None:
-        """Choose the attention kernel of the network and its control network, see `attention.set_attention`."""
+        """Choose the attention kernel of the network and its control network, see `block_network.set_attention`."""
         for network in self._networks():
             network.set_attention(name)
 

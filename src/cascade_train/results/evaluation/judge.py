@@ -1,4 +1,4 @@
-"""One evaluation: what is made, what it is compared with, and its numbers. How each is done lies beside this file."""
+"""One evaluation: what is made, what it is compared with, and its numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,11 @@ from cascade_train.results.evaluation.measures import (
     LEAST,
     PACKAGED_FEATURES,
     Networks,
-    caption_measures,
-    features_of,
+    Pictures,
     load_networks,
-    pair_measures,
     set_measures,
 )
-from cascade_train.results.evaluation.originals import Originals, open_originals
-from cascade_train.results.evaluation.pictures import Batch, Folder, Work, make_pictures, missing
+from cascade_train.results.evaluation.pictures import Folder, Originals, PictureMaker, Work, open_originals
 from cascade_train.results.evaluation.published import INCEPTION
 from cascade_train.results.evaluation.verdict import Verdict
 from cascade_train.results.find import TrainedModel
@@ -42,7 +40,7 @@ from cascade_train.results.paint import Sizes, fit_sizes
 log = logging.getLogger(__name__)
 
 SETTINGS = "settings.json"
-"""What the pictures in a folder depend on, so that those of another evaluation are not mistaken for them."""
+"""The file of a folder that names what its pictures depend on."""
 
 TINY_PX = 96
 """Pictures of tiny models, at most."""
@@ -50,7 +48,7 @@ TINY_PX = 96
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is evaluated and how; see `EvaluateArgs`, whose keys these are."""
+    """What is evaluated and how: see `EvaluateArgs`, which has the same keys."""
 
     prompts: tuple[str, ...]
     count: int
@@ -69,20 +67,20 @@ class Settings:
 
     @property
     def networks(self) -> dict[str, str | None]:
-        """What measures, by key."""
+        """The networks that measure, by key."""
         return {"features": self.features, "resize": self.resize, "clip": self.clip, "lpips": self.lpips}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
-    """What a stage does: `follows` pictures or paints from captions alone, and whether it `reconstructs` them."""
+class Purpose:
+    """Whether a stage `follows` pictures, not captions alone, and `reconstructs` them."""
 
     follows: bool
     reconstructs: bool
 
     @classmethod
-    def of(cls, model: TrainedModel) -> Kind:
-        """Return the kind of a trained model. Builds nothing."""
+    def of(cls, model: TrainedModel) -> Purpose:
+        """Return the purpose of a trained model. Builds nothing."""
         stage, objective = build_component(model.cfg, "model"), build_component(model.cfg, "objective")
         task = build_component(model.cfg, "task").for_objective(objective)
         reconstructs = stage.needs_image or not objective.denoises
@@ -90,8 +88,8 @@ class Kind:
 
 
 def measurable(settings: Settings, model: TrainedModel) -> Settings:
-    """Return settings with features to paint by where they measure nothing: Inception's, or a tiny model's own."""
-    if settings.features is not None or settings.clip is not None or Kind.of(model).reconstructs:
+    """Return settings with default features: Inception's, or a tiny model's own."""
+    if settings.features is not None or settings.clip is not None or Purpose.of(model).reconstructs:
         return settings
     if model.cfg.model.image_size <= TINY_PX:
         return replace(settings, features=PACKAGED_FEATURES)
@@ -99,7 +97,7 @@ def measurable(settings: Settings, model: TrainedModel) -> Settings:
 
 
 class Judge:
-    """Judges models by the same settings; networks and features of the real pictures are kept from one to the next."""
+    """Evaluates models; keeps the networks and the features of the real pictures."""
 
     def __init__(self, settings: Settings, world: World) -> None:
         self.settings, self._world = settings, world
@@ -117,56 +115,54 @@ class Judge:
         stamp: str | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> Verdict:
-        """Make what is missing in `out`, measure all of it, and return the numbers. Collective.
+        """Make the pictures that are missing in `out`, measure all of them, and return the numbers. Collective.
 
         `stamp` names the weights of the model, None = by their files; where `run` has replaced them, pictures of the
         earlier ones are made anew. `prepare` is called before weights are loaded, if they are.
 
         Raises:
-            ConfigError: settings that do not fit the model, a network that cannot be had, or a folder with pictures of
-                other settings.
+            ConfigError: settings that do not fit the model, a network that cannot be loaded, or a folder with pictures
+                of other settings.
         """
-        kind = Kind.of(model)
-        check_fits(self.settings, model, decoder, kind)
-        sizes = None if kind.follows else self._sizes(model, decoder)
-        networks = self._loaded_networks()
-        real = self._real_pictures(model, kind)
-        work = self._work(kind, real)
+        settings, purpose = self.settings, Purpose.of(model)
+        check_fits(settings, model, decoder, purpose)
+        sizes = None
+        if not purpose.follows:
+            given = {key: getattr(settings, key) for key in ("height", "width", "compression")}
+            sizes = fit_sizes(model, decoder, **given)
+        networks, real = self._load_networks(), self._real_pictures(model, purpose)
+        work = self._work(purpose, real)
         self._check_enough(work, real)
-        plain = plain_settings(self.settings, model, decoder, work, sizes, stamp)
+        plain = plain_settings(settings, model, decoder, work, sizes, stamp)
         from_rank_zero(lambda: claim(out, plain, run=run))
         folder = Folder(out)
-        if todo := missing(work, folder):
-            prepare()
-            make_pictures(model, decoder, work, folder, todo=todo, sizes=sizes, world=self._world)
-        real = work.originals if kind.reconstructs else real
+        PictureMaker(model=model, decoder=decoder, work=work, folder=folder, sizes=sizes, world=self._world).make(
+            prepare
+        )
+        real = work.originals if purpose.reconstructs else real
         return Verdict(
             origin=model.origin,
             images=len(work.captions),
             real=None if real is None else real.name,
             real_images=0 if real is None else len(real),
-            networks=self.settings.networks,
-            measures=self._measure(networks, kind, work, folder, real),
-            settings=self.way(model, decoder),
+            networks=settings.networks,
+            measures=self._measure(networks, purpose, work, folder, real),
+            settings=self.digest(model, decoder),
             weights=plain["from"],
             captions=tuple(work.captions),
-            count=self.settings.count,
-            originals=None if work.originals is None else pictures_of(work.originals),
+            count=settings.count,
+            originals=None if work.originals is None else work.originals.images,
         )
 
-    def way(self, model: TrainedModel, decoder: TrainedModel | None) -> str:
-        """Return a digest of how models are judged, whatever their weights are. Collective.
-
-        Raises:
-            ConfigError: settings that do not fit the model, or no pictures to compare with.
-        """
-        check_fits(self.settings, model, decoder, kind := Kind.of(model))
-        real = self._real_pictures(model, kind)
+    def digest(self, model: TrainedModel, decoder: TrainedModel | None) -> str:
+        """Return a digest of how a model is evaluated, whatever its weights are. Collective."""
+        check_fits(self.settings, model, decoder, purpose := Purpose.of(model))
+        real = self._real_pictures(model, purpose)
         behind = None if decoder is None else [weights_stamp(decoder), _codec(decoder), _sampling(decoder)]
         pictures = None if real is None else real.digest
-        return digest([asdict(self.settings), _sampling(model), _codec(model), behind, pictures])
+        return json_digest([asdict(self.settings), _sampling(model), _codec(model), behind, pictures])
 
-    def _loaded_networks(self) -> Networks:
+    def _load_networks(self) -> Networks:
         if self._networks is None:
             chosen: dict[str, Any] = self.settings.networks
             loaded: list[Networks] = []
@@ -174,14 +170,10 @@ class Judge:
             [self._networks] = loaded
         return self._networks
 
-    def _sizes(self, model: TrainedModel, decoder: TrainedModel | None) -> Sizes:
-        given = {key: getattr(self.settings, key) for key in ("height", "width", "compression")}
-        return fit_sizes(model, decoder, **given)
-
-    def _real_pictures(self, model: TrainedModel, kind: Kind) -> Originals | None:
-        """Return what is compared with; None = nothing is."""
+    def _real_pictures(self, model: TrainedModel, purpose: Purpose) -> Originals | None:
+        """Return the pictures to compare with; None = none are needed."""
         settings = self.settings
-        if not (kind.follows or not settings.prompts or settings.features is not None):
+        if not (purpose.follows or not settings.prompts or settings.features is not None):
             return None
         if self._originals is None:
             opened: list[Originals] = []
@@ -189,28 +181,21 @@ class Judge:
             self._originals = opened[0].first(settings.real_samples, seed=settings.seed)
         return self._originals
 
-    def _work(self, kind: Kind, real: Originals | None) -> Work:
-        """Return what is to be made: of the prompts, else of the captions of real pictures, or those themselves."""
-        settings, source = self.settings, None
+    def _work(self, purpose: Purpose, real: Originals | None) -> Work:
+        """Return what to make of the prompts, of real pictures' captions, or of these."""
+        settings, size, source = self.settings, self.settings.batch_size, None
         prompts: Sequence[str] = settings.prompts[: settings.samples]
         if not settings.prompts:
             assert real is not None, "captions come from somewhere"
             source = real.first(settings.samples, seed=settings.seed)
-            prompts = self._captions(source)
-        if kind.follows:
+            prompts = from_rank_zero(partial(source.captions, range(len(source))))
+        if purpose.follows:
             assert source is not None, "prompts of one's own are refused"
-            batches = source.batches(settings.batch_size)
-        else:
-            prompts = [prompt for prompt in prompts for _ in range(settings.count)]
-            numbers, size = range(len(prompts)), settings.batch_size
-            batches = [tuple(numbers[start : start + size]) for start in numbers[::size]]
-        return Work(captions=prompts, batches=batches, seed=settings.seed, originals=source if kind.follows else None)
-
-    def _captions(self, source: Originals) -> list[str]:
-        """Return the captions of all pictures, each read by one rank. Collective."""
-        ranks = self._world.ranks
-        parts = from_every_rank(lambda: source.captions(range(self._world.rank, len(source), ranks)))
-        return [parts[number % ranks][number // ranks] for number in range(len(source))]
+            return Work(captions=prompts, batches=source.batches(size), seed=settings.seed, originals=source)
+        prompts = [prompt for prompt in prompts for _ in range(settings.count)]
+        numbers = range(len(prompts))
+        batches = [tuple(numbers[start : start + size]) for start in numbers[::size]]
+        return Work(captions=prompts, batches=batches, seed=settings.seed, originals=None)
 
     def _check_enough(self, work: Work, real: Originals | None) -> None:
         if self.settings.features is not None and real is not None and min(len(work.captions), len(real)) < LEAST:
@@ -221,64 +206,36 @@ class Judge:
             )
 
     def _measure(
-        self, networks: Networks, kind: Kind, work: Work, folder: Folder, real: Originals | None
+        self, networks: Networks, purpose: Purpose, work: Work, folder: Folder, real: Originals | None
     ) -> dict[str, float]:
-        """Return the measures of pictures that are all there. Collective."""
         found: dict[str, float] = {}
-
-        def read(batch: Batch) -> list[Tensor]:
-            return [folder.read(number) for number in batch]
-
+        made = Pictures(batches=work.batches, read=folder.read_all, world=self._world)
         if networks.features is not None and real is not None:
-            found |= self._set_measures(networks.features, kind, work, read, real)
+            made_ND = made.features(networks.features)
+            if len(real) not in self._real:
+                batches = real.batches(self.settings.batch_size)
+                originals = Pictures(batches=batches, read=real.images, world=self._world)
+                self._real[len(real)] = originals.features(networks.features)
+            sets = from_rank_zero(lambda: set_measures(made_ND, self._real[len(real)]))
+            found |= {"rfid": sets["fid"]} if purpose.reconstructs else sets
         if networks.clip is not None:
-            found |= caption_measures(work.batches, read, work.captions, networks.clip, self._world)
-        if kind.reconstructs and work.originals is not None:
-            found |= pair_measures(work.batches, read, pictures_of(work.originals), networks.lpips, self._world)
+            found |= made.caption_measures(work.captions, networks.clip)
+        if purpose.reconstructs and work.originals is not None:
+            found |= made.pair_measures(work.originals.images, networks.lpips)
         return found
 
-    def _set_measures(
-        self,
-        extract: Callable[[Tensor], Tensor],
-        kind: Kind,
-        work: Work,
-        read: Callable[[Batch], list[Tensor]],
-        real: Originals,
-    ) -> dict[str, float]:
-        made_ND = features_of(work.batches, read, extract, self._world)
-        if len(real) not in self._real:
-            batches = real.batches(self.settings.batch_size)
-            self._real[len(real)] = features_of(batches, pictures_of(real), extract, self._world)
-        found = from_rank_zero(lambda: set_measures(made_ND, self._real[len(real)]))
-        return {"rfid": found["fid"]} if kind.reconstructs else found
 
-
-def pictures_of(originals: Originals) -> Callable[[Batch], list[Tensor]]:
-    """Return what reads pictures, (3, H, W) uint8 each, by their numbers."""
-
-    def read(batch: Batch) -> list[Tensor]:
-        image_BCHW = originals.read(batch).image_BCHW
-        assert image_BCHW is not None, "originals are pictures"
-        return list(image_BCHW)
-
-    return read
-
-
-def check_fits(settings: Settings, model: TrainedModel, decoder: TrainedModel | None, kind: Kind) -> None:
-    """Refuse settings that mean nothing for a kind of model.
-
-    Raises:
-        ConfigError: names the key and what to do.
-    """
-    if not kind.reconstructs and settings.lpips is not None:
+def check_fits(settings: Settings, model: TrainedModel, decoder: TrainedModel | None, purpose: Purpose) -> None:
+    """Refuse settings that mean nothing for a model."""
+    if not purpose.reconstructs and settings.lpips is not None:
         raise ConfigError(f"lpips={settings.lpips}: compares reconstructions with originals; for a Stage B or A.")
-    if not kind.reconstructs and settings.features is None and settings.clip is None:
+    if not purpose.reconstructs and settings.features is None and settings.clip is None:
         raise ConfigError(
             "features=null and clip=null measure nothing, and Inception V3 is not on this machine. Download it with "
             "cascade-train download inception, or give features=<its file> for FID, KID, precision and recall, "
             "clip=<folder> for CLIPScore, or both."
         )
-    if not kind.follows:
+    if not purpose.follows:
         return
     if settings.prompts or settings.count != 1 or decoder is not None:
         key = "prompts" if settings.prompts else "decoder" if decoder is not None else f"count={settings.count}"
@@ -310,7 +267,7 @@ def plain_settings(
 
 
 def _codec(model: TrainedModel) -> str | None:
-    """Return a digest of the weights of the Stage A that a Stage B decodes by; None = the model names none."""
+    """Return a digest of the weights of a Stage B's Stage A; None = it names none."""
     named = model.cfg.model.get("stage_a", {}).get("weights")
     return None if named is None else _stamp(str(named))
 
@@ -322,7 +279,7 @@ def _sampling(model: TrainedModel) -> dict[str, Any]:
 
 
 def weights_stamp(model: TrainedModel) -> str:
-    """Return a digest of names, sizes and times of the files that hold a model's weights; of the hub, their name."""
+    """Return a digest of names, sizes and times of a model's files, or its name on the hub."""
     return _stamp(str(model.cfg.model.weights if model.export is None else model.export))
 
 
@@ -330,26 +287,25 @@ def _stamp(source: str) -> str:
     place = local_path(source)
     files = sorted(path for path in place.rglob("*.safetensors")) if place.is_dir() else [place]
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
-    return digest([str(place.resolve()) if place.exists() else source, stats])
+    return json_digest([str(place.resolve()) if place.exists() else source, stats])
 
 
-def digest(value: Any) -> str:
+def json_digest(value: Any) -> str:
     """Return 16 hex digits that change with a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @contextmanager
-def alone_in(out: Path, world: World) -> Iterator[None]:
-    """Make the folder of an evaluation and keep others out of it for the block; one left empty goes. Collective.
-
-    Raises:
-        ConfigError: another evaluation is at work in it, or it cannot be a folder.
-    """
+def locked(out: Path, world: World) -> Iterator[None]:
+    """Make and lock the folder of an evaluation; one left empty is removed. Collective."""
     lock = RunLock(out, key="out", other="out=")
     made = [path for path in (out, *out.parents) if not path.exists()]
 
     def enter() -> None:
-        _make(out)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"out={out} cannot be a folder: {error.strerror}. Choose another.") from error
         lock.acquire()
 
     try:
@@ -362,15 +318,8 @@ def alone_in(out: Path, world: World) -> Iterator[None]:
                 path.rmdir()
 
 
-def _make(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out={out} cannot be a folder: {error.strerror}. Choose another.") from error
-
-
 def claim(out: Path, settings: Mapping[str, Any], *, run: Path | None = None) -> None:
-    """Make the folder of an evaluation, or continue in it; a ConfigError where it has pictures of other settings.
+    """Begin an evaluation in a folder, or continue it; a ConfigError where it has pictures of other settings.
 
     Pictures of weights that `run` itself has replaced since, as after a rollback, are removed with a warning.
     """
@@ -388,5 +337,4 @@ def claim(out: Path, settings: Mapping[str, Any], *, run: Path | None = None) ->
             )
         log.warning("%s: the run has saved this step again since; its pictures are made anew.", out)
         Folder(out).clear()
-    _make(out)
     write_durably(path, json.dumps({**settings, "run": owner}, indent=2) + "\n")

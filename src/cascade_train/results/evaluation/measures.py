@@ -7,22 +7,20 @@ Shape legend: B pictures of a batch, N pictures of a set, D features, H W size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.functional import interpolate
 
 from cascade_train.config.components import construct
 from cascade_train.config.groups import option_files
 from cascade_train.distributed.consensus import from_every_rank
 from cascade_train.distributed.process_group import World
 from cascade_train.errors import ConfigError, install_hint
-from cascade_train.models.clip_score import ClipScore
-from cascade_train.models.image_quality import check_installed, image_quality, load_inception, load_lpips
+from cascade_train.models.image_quality import ClipScore, check_installed, image_quality, load_inception, load_lpips
 
 PACKAGED_FEATURES = "package:tiny"
 """Names the compressor of the tiny cascade, whose features need no file."""
@@ -31,15 +29,19 @@ NEIGHBOURS = 3
 """Of precision and recall (Kynkäänniemi et al. 2019)."""
 
 KID_SUBSET = 1000
-"""Pictures of each of the 100 subsets over which KID is a mean, as in torch-fidelity; fewer where there are fewer."""
+"""Pictures of each of KID's 100 subsets at most, as in torch-fidelity."""
 
 LEAST = NEIGHBOURS + 1
 """Pictures on each side that set measures need."""
 
+Read = Callable[[tuple[int, ...]], Sequence[Tensor]]
+Clip = Callable[[Sequence[Tensor], Sequence[str]], Tensor]
+Lpips = Callable[[Tensor, Tensor], Tensor]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Networks:
-    """What measures; None = not measured.
+    """Networks that measure; None = not measured.
 
     Attributes:
         features: maps pictures (B, 3, H, W) float in [0, 1] to (B, D) fp32.
@@ -48,18 +50,14 @@ class Networks:
     """
 
     features: Callable[[Tensor], Tensor] | None
-    clip: Callable[[Sequence[Tensor], Sequence[str]], Tensor] | None
-    lpips: Callable[[Tensor, Tensor], Tensor] | None
+    clip: Clip | None
+    lpips: Lpips | None
 
 
 def load_networks(
     *, features: str | None, resize: str, clip: str | None, lpips: str | None, device: torch.device
 ) -> Networks:
-    """Load the networks from what the keys of these names give.
-
-    Raises:
-        ConfigError: a file or folder that is not there or not of its kind, or a library that is not installed.
-    """
+    """Load the networks from what the keys of these names give."""
     check_installed()
     if features is not None and find_spec("torch_fidelity") is None:
         raise ConfigError(
@@ -97,37 +95,6 @@ def load_tiny_features(device: torch.device) -> Callable[[Tensor], Tensor]:
     return features
 
 
-def features_of(
-    batches: Sequence[tuple[int, ...]],
-    read: Callable[[tuple[int, ...]], Iterable[Tensor]],
-    extract: Callable[[Tensor], Tensor],
-    world: World,
-) -> Tensor:
-    """Return features of the pictures of all batches in the order of their numbers, (N, D) fp32 on the host.
-
-    `read` returns pictures of one size, (3, H, W) uint8 each. Each rank reads its share of the batches. Collective.
-    """
-
-    def of(batch: tuple[int, ...]) -> Tensor:
-        pictures = list(read(batch))
-        if len({each.shape for each in pictures}) > 1:
-            raise ConfigError(
-                f"pictures {batch[0]} to {batch[-1]} of the evaluation differ in size; remove its out= folder"
-            )
-        return extract(torch.stack(pictures).to(world.device).float() / 255).float().cpu()
-
-    return _in_order(batches, of, world)
-
-
-def _in_order(batches: Sequence[tuple[int, ...]], of: Callable[[tuple[int, ...]], Tensor], world: World) -> Tensor:
-    """Return the rows that ranks make of their share of the batches, by the pictures' numbers. Collective."""
-    own = batches[world.rank :: world.ranks]
-    gathered = from_every_rank(lambda: [of(batch) for batch in own])
-    rows = [row for made in gathered for part in made for row in part]
-    numbers = [number for rank in range(world.ranks) for batch in batches[rank :: world.ranks] for number in batch]
-    return torch.stack([rows[place] for place in sorted(range(len(numbers)), key=numbers.__getitem__)])
-
-
 def set_measures(made_ND: Tensor, real_ND: Tensor) -> dict[str, float]:
     """Return `fid`, `kid`, `kid_std`, `precision` and `recall` of features of two sets, by torch-fidelity.
 
@@ -150,42 +117,59 @@ def set_measures(made_ND: Tensor, real_ND: Tensor) -> dict[str, float]:
     }
 
 
-def caption_measures(
-    batches: Sequence[tuple[int, ...]],
-    read: Callable[[tuple[int, ...]], Iterable[Tensor]],
-    captions: Sequence[str],
-    clip: Callable[[Sequence[Tensor], Sequence[str]], Tensor],
-    world: World,
-) -> dict[str, float]:
-    """Return `clip_score`, the mean over all pictures, 0 at least, as torchmetrics has it. Collective."""
-    score_N = _in_order(batches, lambda batch: clip(list(read(batch)), [captions[number] for number in batch]), world)
-    return {"clip_score": max(0.0, float(score_N.mean()))}
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """Pictures in batches of one size each, by number; `read` returns a batch's, (3, H, W) uint8. Ranks share them."""
 
+    batches: Sequence[tuple[int, ...]]
+    read: Read
+    world: World
 
-def pair_measures(
-    batches: Sequence[tuple[int, ...]],
-    read: Callable[[tuple[int, ...]], Iterable[Tensor]],
-    originals: Callable[[tuple[int, ...]], Iterable[Tensor]],
-    lpips: Callable[[Tensor, Tensor], Tensor] | None,
-    world: World,
-) -> dict[str, float]:
-    """Return the means of `psnr`, `ssim` and `lpips` of pictures against their originals. Collective.
+    def features(self, extract: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the pictures' features by number, (N, D) fp32 on the host. Collective."""
 
-    An original is brought to its picture's size by area, where that is smaller, as a preview is.
-    """
-    names = ["psnr", "ssim", *([] if lpips is None else ["lpips"])]
+        def of(batch: tuple[int, ...]) -> Tensor:
+            images = self.read(batch)
+            if len({each.shape for each in images}) > 1:
+                raise ConfigError(
+                    f"pictures {batch[0]} to {batch[-1]} of the evaluation differ in size; remove its out= folder"
+                )
+            return extract(self._stacked(images)).float().cpu()
 
-    def of(batch: tuple[int, ...]) -> Tensor:
-        image_BCHW, original_BCHW = (
-            torch.stack(list(each(batch))).to(world.device).float() / 255 for each in (read, originals)
-        )
-        if image_BCHW.shape != original_BCHW.shape:
-            original_BCHW = interpolate(original_BCHW, image_BCHW.shape[-2:], mode="area")
-        found: Mapping[str, Tensor] = image_quality(image_BCHW, original_BCHW)
-        if lpips is not None:
-            with torch.no_grad():
-                found = {**found, "lpips": lpips(image_BCHW, original_BCHW)}
-        return torch.stack([found[name] for name in names], dim=1).cpu()
+        return self._rows(of)
 
-    means = _in_order(batches, of, world).mean(dim=0).tolist()
-    return dict(zip(names, means, strict=True))
+    def caption_measures(self, captions: Sequence[str], clip: Clip) -> dict[str, float]:
+        """Return `clip_score`, the mean, 0 at least, as torchmetrics has it. Collective."""
+        score_N = self._rows(lambda batch: clip(self.read(batch), [captions[number] for number in batch]))
+        return {"clip_score": max(0.0, float(score_N.mean()))}
+
+    def pair_measures(self, originals: Read, lpips: Lpips | None) -> dict[str, float]:
+        """Return the means of `psnr`, `ssim` and `lpips` of pictures against their originals. Collective.
+
+        An original is brought to its picture's size by area, where that is smaller, as a preview is.
+        """
+        names = ["psnr", "ssim", *([] if lpips is None else ["lpips"])]
+
+        def of(batch: tuple[int, ...]) -> Tensor:
+            image_BCHW, original_BCHW = (self._stacked(read(batch)) for read in (self.read, originals))
+            if image_BCHW.shape != original_BCHW.shape:
+                original_BCHW = functional.interpolate(original_BCHW, image_BCHW.shape[-2:], mode="area")
+            found: Mapping[str, Tensor] = image_quality(image_BCHW, original_BCHW)
+            if lpips is not None:
+                with torch.no_grad():
+                    found = {**found, "lpips": lpips(image_BCHW, original_BCHW)}
+            return torch.stack([found[name] for name in names], dim=1).cpu()
+
+        return dict(zip(names, self._rows(of).mean(dim=0).tolist(), strict=True))
+
+    def _stacked(self, images: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(images)).to(self.world.device).float() / 255
+
+    def _rows(self, of: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
+        """Return the rows that ranks make of their batches, by number. Collective."""
+        ranks = range(self.world.ranks)
+        shares = [self.batches[rank :: self.world.ranks] for rank in ranks]
+        gathered = from_every_rank(lambda: [of(batch) for batch in shares[self.world.rank]])
+        rows = [row for made in gathered for part in made for row in part]
+        numbers = [number for share in shares for batch in share for number in batch]
+        return torch.stack([rows[place] for place in sorted(range(len(numbers)), key=numbers.__getitem__)])

@@ -1,10 +1,11 @@
-"""The numbers of an evaluation, and where they are kept: its folder, the run's `evaluation.jsonl`, and its tracker."""
+"""The numbers of an evaluation, in its folder, the run's `evaluation.jsonl` and tracker."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,18 +42,18 @@ ENOUGH = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
         origin: the argument that named the model.
         images: how many pictures were measured.
-        real: what they were compared with; None = nothing.
+        real: name of the pictures that they were compared with; None = with none.
         real_images: how many those are.
-        networks: what measured, as given: features, resize, clip, lpips.
+        networks: the ones that measured, as given: features, resize, clip, lpips.
         measures: the numbers by name.
-        settings: digest of how it was judged, whatever the weights.
-        weights: digest of those; of a checkpoint, as its manifest has it.
-        captions: theirs.
+        settings: digest of how the model was evaluated, whatever its weights.
+        weights: digest of these; of a checkpoint, as its manifest has it.
+        captions: of the pictures.
         count: pictures of each prompt, one behind the other.
         originals: reads the pictures, (3, H, W) uint8, that those of some numbers follow; None = they follow none.
     """
@@ -70,10 +71,10 @@ class Verdict:
     originals: Callable[[tuple[int, ...]], list[Tensor]] | None
 
     def plain(self) -> dict[str, Any]:
-        """Return JSON values, without what is made of each picture; a number that is not finite is null."""
+        """Return JSON values of all but single pictures; a number that is not finite is null."""
         finite = {name: value if math.isfinite(value) else None for name, value in self.measures.items()}
-        told = ("origin", "images", "real", "real_images", "networks", "settings", "weights", "caution")
-        return {**{key: getattr(self, key) for key in told}, "measures": finite}
+        keys = ("origin", "images", "real", "real_images", "networks", "settings", "weights", "caution")
+        return {**{key: getattr(self, key) for key in keys}, "measures": finite}
 
     def table(self) -> str:
         """Return the numbers as lines, each with what it is of."""
@@ -118,8 +119,18 @@ class Verdict:
         return columns
 
 
+def publish(verdict: Verdict, folder: Path, *, run: Path | None, step: int | None, track: bool, is_main: bool) -> None:
+    """Write the numbers into the folder, print them, and `keep` them. Collective."""
+    if is_main:
+        verdict.write(folder)
+        sys.stdout.write(f"{verdict.table()}\n{folder}\n")
+        sys.stdout.flush()
+    if run is not None and step is not None:
+        keep(verdict, run, step, folder / GRID, track=track, is_main=is_main)
+
+
 def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_main: bool) -> None:
-    """Add the numbers to the `evaluation.jsonl` of a run and, with `track`, to its tracker, at a step. Collective."""
+    """Add the numbers to a run's `evaluation.jsonl` and, with `track`, its tracker. Collective."""
     plain = verdict.plain()
     numbers = {f"{EVALUATED}{name}": value for name, value in plain.pop("measures").items()}
     if is_main:
@@ -151,6 +162,6 @@ def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_
 
 
 def judged(run: Path, settings: str) -> set[tuple[int, str | None]]:
-    """Return steps and stamps of the checkpoints that were judged in this way, by a run's `evaluation.jsonl`."""
+    """Return steps and stamps of a run's checkpoints that were evaluated with these settings."""
     rows = evaluation_rows(run / EVALUATIONS)
     return {(row["step"], row.get("weights")) for row in rows if row.get("settings") == settings}

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, each exported and judged; also as they appear, beside a training that goes on."""
+"""Evaluate the checkpoints of a run, also as they appear while it trains."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from cascade_train.config.schema import ParallelMode
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.distributed.process_group import World
-from cascade_train.engine.checkpoint.folder import CheckpointFolder
-from cascade_train.engine.checkpoint.manifest import Manifest, whole_manifest
+from cascade_train.engine.checkpoint.folder import CheckpointFolder, Manifest, whole_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.run.lock import LOCK_NAME
 from cascade_train.errors import ConfigError
-from cascade_train.results.evaluation.judge import Judge, alone_in
-from cascade_train.results.evaluation.verdict import GRID, Verdict, judged, keep
-from cascade_train.results.export import export_step, find_checkpoint
+from cascade_train.results.evaluation.judge import Judge, locked
+from cascade_train.results.evaluation.verdict import Verdict, judged, publish
+from cascade_train.results.export import export_checkpoint, find_checkpoint
 from cascade_train.results.find import TrainedModel
 
 log = logging.getLogger(__name__)
@@ -30,18 +30,16 @@ POLL_SECONDS = 10.0
 """Between looks at the folder of checkpoints."""
 
 ROUND_SECONDS = 600.0
-"""How long other ranks wait for rank 0's looks at once."""
+"""How long other ranks wait for rank 0 at once."""
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """A run whose checkpoints are judged.
+    """A run whose checkpoints are evaluated: its folder, its configuration, and the stage after it.
 
-    Attributes:
-        run: its folder.
-        model: its configuration; the weights are a checkpoint's.
-        out: folder that gets a `step_<n>` for each.
-        track: show the numbers in the run's tracker too.
+    `out` gets a `step_<n>` for each checkpoint. `track`: log the numbers to the run's tracker too.
     """
 
     run: Path
@@ -51,7 +49,7 @@ class Watched:
     track: bool
 
     def judge(self, judge: Judge, step: int, world: World) -> Verdict:
-        """Export a checkpoint, judge it, keep the numbers, and print them. Collective.
+        """Export a checkpoint, evaluate it, and publish the numbers. Collective.
 
         Raises:
             ConfigError: no such checkpoint.
@@ -65,80 +63,72 @@ class Watched:
             from_rank_zero(lambda: shutil.rmtree(weights, ignore_errors=True))  # of a killed evaluation
             cfg = self.model.cfg.copy()
             cfg.parallel.mode = ParallelMode.single if world.ranks == 1 else ParallelMode.auto
-            export_step(cfg, checkpoints, world, step=step, out=weights)
+            export_checkpoint(cfg, checkpoints, world, step=step, out=weights)
 
         model = replace(self.model, origin=f"{self.model.origin}, step {step}", export=weights)
-        with alone_in(folder, world):
+        with locked(folder, world):
             try:
                 found = judge.judge(model, self.decoder, folder, run=self.run, stamp=stamp, prepare=prepare)
             finally:
                 if world.is_main:
                     shutil.rmtree(weights, ignore_errors=True)
-            if world.is_main:
-                found.write(folder)
-                sys.stdout.write(f"{found.table()}\n{folder}\n")
-                sys.stdout.flush()
-            keep(found, self.run, step, folder / GRID, track=self.track, is_main=world.is_main)
+            publish(found, folder, run=self.run, step=step, track=self.track, is_main=world.is_main)
         return found
 
 
-def wait_for_run(run: Path, *, max_wait_hours: float | None, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Wait until a run begins in a folder that is not there yet; any other is left to be refused.
+def _poll(look: Callable[[], Found | None], *, seconds: float, sleep: Callable[[float], None]) -> Found | None:
+    waited = 0.0
+    while (found := look()) is None and waited < seconds:
+        pause = min(POLL_SECONDS, seconds - waited)
+        sleep(pause)
+        waited += pause
+    return found
 
-    Raises:
-        ConfigError: none has begun after `max_wait_hours`; None = no limit.
-    """
-    waited, longest = 0.0, math.inf if max_wait_hours is None else 3600 * max_wait_hours
-    while not run.exists():
-        if waited == 0.0:
-            log.warning("watch=%s: no such folder yet; waits until a run begins in %s.", run, run.absolute())
-        if waited >= longest:
-            raise ConfigError(
-                f"watch={run}: no run has begun there in max_wait_hours={max_wait_hours}. Name its folder."
-            )
-        sleep(min(POLL_SECONDS, longest))
-        waited += min(POLL_SECONDS, longest)
+
+def wait_for_run(run: Path, *, max_wait_hours: float | None, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Wait until a run begins in a folder that is not there yet."""
+    if not run.exists():
+        log.warning("watch=%s: no such folder yet; waits until a run begins in %s.", run, run.absolute())
+    longest = math.inf if max_wait_hours is None else 3600 * max_wait_hours
+    if _poll(lambda: run.exists() or None, seconds=longest, sleep=sleep) is None:
+        raise ConfigError(f"watch={run}: no run has begun there in max_wait_hours={max_wait_hours}. Name its folder.")
 
 
 def watch(watched: Watched, judge: Judge, world: World, *, max_wait_hours: float | None) -> int:
-    """Judge each checkpoint of a run that is not judged yet, until the run has finished; return how many. Collective.
+    """Evaluate each new checkpoint of a run until the run has finished; return how many. Collective.
 
-    One that was judged in the same way already is done. One that retention deletes before it is read is left out,
-    with a warning. `max_wait_hours` without a new one end the watch; None = no limit.
+    One that was evaluated in the same way already is skipped. One that retention deletes before it is read is left
+    out, with a warning. `max_wait_hours` without a new one end the watch; None = no limit.
     """
-    tried, count = set[tuple[int, str | None]](), 0
+    checkpoints, tried, count = watched.run / "checkpoints", set[tuple[int, str | None]](), 0
     longest = math.inf if max_wait_hours is None else 3600 * max_wait_hours
     begun = time.monotonic()
-    same = judge.way(watched.model, watched.decoder)
-    done = from_rank_zero(lambda: judged(watched.run, same))
+    settings = judge.digest(watched.model, watched.decoder)
+    done = from_rank_zero(lambda: judged(watched.run, settings))
     if world.is_main:
         sys.stdout.write(f"Watches {watched.run}: each checkpoint is judged as it appears\n")
         sys.stdout.flush()
 
     def look() -> tuple[Manifest | None, bool]:
         left = max(0.0, begun + longest - time.monotonic())
-        found, has_ended = next_checkpoint(watched.run / "checkpoints", done | tried, seconds=min(left, ROUND_SECONDS))
+        found, has_ended = next_checkpoint(checkpoints, done | tried, seconds=min(left, ROUND_SECONDS))
         return found, has_ended or left <= ROUND_SECONDS
 
     while True:
         found, has_ended = from_rank_zero(look)  # by one clock
         if found is not None:
             tried.add((found.step, found.stamp))
-            count += _judged(watched, judge, found, world)
+            try:
+                watched.judge(judge, found.step, world)
+                count += 1
+            except Exception as error:  # of many kinds, where files vanish that are being read
+                if checkpoint_stamp(checkpoints / f"step_{found.step}") == found.stamp:
+                    raise
+                rule = "The checkpoint of step %d was deleted or replaced while it was judged: %s"
+                log.warning(rule, found.step, error)
             begun = time.monotonic()
         elif has_ended:
             return count
-
-
-def _judged(watched: Watched, judge: Judge, found: Manifest, world: World) -> bool:
-    try:
-        watched.judge(judge, found.step, world)
-    except Exception as error:  # of many kinds, where files vanish that are being read
-        if checkpoint_stamp(watched.run / "checkpoints" / f"step_{found.step}") == found.stamp:
-            raise
-        log.warning("The checkpoint of step %d was deleted or replaced while it was judged: %s", found.step, error)
-        return False
-    return True
 
 
 def checkpoint_stamp(checkpoint: Path) -> str | None:
@@ -159,17 +149,14 @@ def next_checkpoint(
     `done` are steps with the stamps of their weights, None = any: a step that is saved again is not done. A run whose
     newest checkpoint is its final one saves no other, unless it is being continued.
     """
-    waited = 0.0
-    while True:
+
+    def look() -> tuple[Manifest | None, bool] | None:
         complete = CheckpointFolder(checkpoints).complete()
         left = [each for step, each in complete.items() if done.isdisjoint({(step, each.stamp), (step, None)})]
         if left:
             return left[0], False
         newest = list(complete.values())[-1:]
-        if newest and newest[0].facts.get("finished") and not (checkpoints.parent / LOCK_NAME).exists():
-            return None, True
-        if waited >= seconds:
-            return None, False
-        pause = min(POLL_SECONDS, seconds - waited)
-        sleep(pause)
-        waited += pause
+        has_ended = newest and newest[0].facts.get("finished") and not (checkpoints.parent / LOCK_NAME).exists()
+        return (None, True) if has_ended else None
+
+    return _poll(look, seconds=seconds, sleep=sleep) or (None, False)

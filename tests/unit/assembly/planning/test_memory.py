@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 from cascade_train.assembly.components import Parts, build_parts
-from cascade_train.assembly.planning.batches import blank_batch
-from cascade_train.assembly.planning.live import Live
-from cascade_train.assembly.planning.memory import Memory, between, memory_of
+from cascade_train.assembly.planning.allocations import Allocations
+from cascade_train.assembly.planning.memory import Memory, between, blank_batch, memory_of
 from cascade_train.assembly.planning.rehearsal import (
     AVERAGE,
     BATCH,
@@ -72,10 +71,10 @@ def test_computed_memory_is_that_of_a_real_step(name: str, tmp_path: Path, monke
     def looking(self: Trainer, micro_batches: object) -> object:
         if self.step == 0:
             return train_step(self, micro_batches)  # type: ignore[arg-type]
-        with Live() as live:
-            live.note(holdings(self))
-            begin, made = live.tick, train_step(self, micro_batches)  # type: ignore[arg-type]
-        seen["curves"] = live.curves(begin)
+        with Allocations() as allocations:
+            allocations.record(holdings(self))
+            begin, made = allocations.tick, train_step(self, micro_batches)  # type: ignore[arg-type]
+        seen["curves"] = allocations.curves(begin)
         return made
 
     monkeypatch.setattr(Trainer, "train_step", looking)

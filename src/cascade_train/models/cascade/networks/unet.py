@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cascade_train.files.package import without_siblings
 from cascade_train.models.cascade.family import CASCADE
-from cascade_train.models.networks.attention import draws_random_numbers, set_attention
+from cascade_train.models.networks.block_network import draws_random_numbers, set_attention
 
 with without_siblings("diffusers.models.unets"):
     from diffusers.models.unets.unet_stable_cascade import (
@@ -41,7 +41,7 @@ class CascadeUNet(StableCascadeUNet):
     `compile_units` compiles a whole unit as one function. A unit is recomputed from outside of what is compiled.
 
     Setting `gradient_checkpointing` recomputes a whole unit in backward. The dropout of the config acts inside the
-    residual blocks and on the attention's output, or on its probabilities after `drop_probabilities` of attention.py.
+    residual blocks and on the attention's output, or on its probabilities after `drop_probabilities`.
     """
 
     family = CASCADE
@@ -79,7 +79,7 @@ class CascadeUNet(StableCascadeUNet):
         return [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
 
     def set_attention(self, name: str) -> None:
-        """Choose the attention kernel, see `attention.set_attention`."""
+        """Choose the attention kernel, see `block_network.set_attention`."""
         set_attention(self, name)
 
     def time_embedding(self, timestep_ratio: Tensor, sca: Tensor | None, crp: Tensor | None) -> Tensor:

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import stored_mapping
-from cascade_train.models.family import Layout, Stored, own_names
-from cascade_train.models.formats.autoencoder_kl import VAE, read_belonging, read_vae
-from cascade_train.models.formats.export import check_equal_tensors, quiet, replaced_file
-from cascade_train.models.formats.model_spec import model_spec
-from cascade_train.models.formats.weights import open_weights, write_tensors
+from cascade_train.models.autoencoder_kl import VAE, read_vae
+from cascade_train.models.family import NameLayout, Stored, own_names
+from cascade_train.models.formats.export import check_equal_tensors, model_spec, quiet, replaced_file
+from cascade_train.models.formats.weights import open_weights, read_belonging, write_tensors
 from cascade_train.models.stable_diffusion.formats.original_names import (
     clip_tensors,
     of_unet,
@@ -42,7 +41,7 @@ OPEN_CLIP_WIDTH = 1024
 """Hidden size of the text tower of Stable Diffusion 2, which is OpenCLIP's; 1.x has another."""
 
 
-def original_layout(config: Mapping[str, Any], marker: str, converter: str) -> Layout:
+def original_layout(config: Mapping[str, Any], marker: str, converter: str) -> NameLayout:
     """Return the layout of a network of this diffusers config, stored under diffusers' names or the original's.
 
     `marker` is how a name of the original begins, as a pattern; `converter` is diffusers' function that renames them.
@@ -61,7 +60,7 @@ def original_layout(config: Mapping[str, Any], marker: str, converter: str) -> L
     return layout
 
 
-def unet_layout(config: Mapping[str, Any]) -> Layout:
+def unet_layout(config: Mapping[str, Any]) -> NameLayout:
     """Return the layout of a UNet of this diffusers config, which may be stored in a file with other parts."""
     return original_layout(config, re.escape(UNET), "convert_ldm_unet_checkpoint")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.results.evaluation.originals import open_originals
+from cascade_train.results.evaluation.pictures import open_originals
 from tests.unit.config.composing import checked
 from tests.unit.data import tars
 

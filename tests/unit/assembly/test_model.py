@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cascade_train.assembly.components import build_parts
-from cascade_train.assembly.loaded_weights import RECORD, record_weights, weight_specs
+from cascade_train.assembly.model import RECORD, record_weights, weight_specs
 from cascade_train.config.saved import composed
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import parse_source
@@ -63,6 +63,6 @@ def test_a_record_stays_what_the_run_began_with(tmp_path: Path) -> None:
     files["begins"].write_bytes(b"22")
     assert recorded(resumed=True) == {"begins": 1, "frozen": 1}, "a checkpoint has taken their place"
     files["frozen"].write_bytes(b"333")
-    with pytest.raises(ConfigError, match="frozen=.*its files are others than this run began with"):
+    with pytest.raises(ConfigError, match="frozen=.*its files changed since this run started"):
         recorded(resumed=True)
     assert recorded(resumed=False) == {"begins": 2, "frozen": 3}, "there was no checkpoint yet: all begins anew"
