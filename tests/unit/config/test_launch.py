@@ -153,6 +153,7 @@ def test_a_group_that_is_chosen_twice_is_refused(start: Start, trained: list[Dic
     code, said = start("model=c_tiny", *typed)
     assert (code, trained) == (2, [])
     assert re.match(r"\S+ is chosen more than once: (\S+) and \S+, of which Hydra takes the last\. Keep one", said)
+    assert "of which Hydra takes the last. Keep one; a script with a default that its caller may" in said
 
 
 def test_a_choice_may_be_repeated_and_a_value_given_again(

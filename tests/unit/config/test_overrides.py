@@ -70,7 +70,9 @@ def test_sweep_does_not_parse_as_one_value():
 
 def test_braces_that_the_shell_expanded_are_refused_with_the_pattern():
     expanded = [f"data.urls=[shards/a-{i:03d}.tar]" for i in range(6)]
-    with pytest.raises(ConfigError, match=r"given 6 times.*'data.urls=\[\"shards/a-\{000..005\}.tar\"\]'"):
+    with pytest.raises(
+        ConfigError, match=r"for consecutive numbers: the shell .*'data.urls=\[\"shards/a-\{000..005\}.tar\"\]'"
+    ):
         check_not_expanded(["task=lora", *expanded])
 
 

@@ -67,7 +67,7 @@ def test_ranks_come_from_the_environment(tiny: DictConfig, monkeypatch: pytest.M
     ("mode", "shard_size", "fitting", "refused", "message"),
     [
         (ParallelMode.single, None, 1, 2, "parallel=single runs on one rank, but 2 were started"),
-        (ParallelMode.hsdp, 2, 4, 1, "parallel.shard_size=2 does not divide the 1 ranks"),
+        (ParallelMode.hsdp, 2, 4, 1, "parallel.shard_size=2 does not divide the 1 ranks. Choose a divisor, or null"),
         (ParallelMode.auto, 2, None, 4, "parallel.shard_size=2 is for parallel=hsdp, not auto"),
     ],
 )
@@ -81,7 +81,7 @@ def test_the_ranks_must_form_the_mesh(
         preflight(tiny, ranks=refused)
 
 
-REFUSED: list[tuple[dict[str, object], str]] = [
+REFUSED = [
     (
         {"data.urls": "???", "model.text_encoder.max_tokens": "???"},
         r"data.urls is not set.*Also missing: model.text_encoder.max_tokens\.",

@@ -78,7 +78,7 @@ def test_what_results_do_not_need_may_be_of_packages_that_are_not_here(checked: 
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="no such folder. Name the folder of a run"):
+    with pytest.raises(ConfigError, match="no such folder. Name the folder of a run, or the export/ that it left"):
         load_saved_config(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"no config.yaml in it\. Name the folder"):
         load_saved_config(tmp_path)
