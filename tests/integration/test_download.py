@@ -251,7 +251,7 @@ def test_the_networks_of_evaluations_are_downloaded_and_named(
 def test_published_networks_are_pinned() -> None:
     for _, network in NETWORKS.values():
         if isinstance(network, WebFile):
-            stem = network.name.removesuffix(".pth")
+            stem = network.path.stem
             assert network.sha256.startswith(stem.rpartition("-")[2]), "as torch.hub names files"
             assert len(network.sha256) == 64
         else:
