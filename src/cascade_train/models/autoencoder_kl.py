@@ -24,7 +24,7 @@ from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.frozen_part import LatentCodec
 from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise, torch_rule
 from cascade_train.models.stage import AutoencoderStage, Images, Save
-from cascade_train.options import File, check_above, check_blocks
+from cascade_train.options import File, Positive, check_blocks, check_fields
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class KLOptions:
         norm_num_groups: groups of every norm.
     """
 
-    scaling_factor: float
+    scaling_factor: Positive[float]
     latent_channels: int
     block_out_channels: list[int]
     layers_per_block: int
@@ -57,7 +57,7 @@ class KLOptions:
         """Return the arguments of diffusers' `AutoencoderKL`; ValueErrors name `key`."""
         widths, groups = self.block_out_channels, self.norm_num_groups
         check_blocks(f"{key}.layers_per_block", self.layers_per_block)
-        check_above(f"{key}.scaling_factor", self.scaling_factor, 0.0)
+        check_fields(self, f"{key}.")
         if any(width % groups for width in widths):
             raise ValueError(f"{key}.norm_num_groups={groups}: must divide the widths {widths}")
         return {

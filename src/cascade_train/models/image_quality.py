@@ -8,8 +8,7 @@ Shape legend: B batch, C channels, H W image size, D features.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cascade_train.errors import ConfigError, install_hint
-from cascade_train.models.formats.weights import StoredTensors, check_dtypes, copy_to, open_weights, set_tensor
+from cascade_train.models.formats.weights import check_dtypes, copy_to, read_belonging, set_tensor
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of the images on which VGG-16 was trained."""
@@ -131,27 +130,24 @@ class FeatureDistance:
         return found
 
 
-@contextmanager
-def _open_or_name(weights: str, *, key: str, wanted: str) -> Iterator[StoredTensors]:
-    """Open a file that the user has to fetch; a ConfigError names the `wanted` one."""
-    with ExitStack() as stack:
-        try:
-            tensors = stack.enter_context(open_weights(weights, key=key))
-        except ConfigError as error:
-            raise ConfigError(f"{error}. Give {wanted}, or null") from error
-        yield tensors
+def _read(weights: str, *, key: str, wanted: str, prefix: str = "") -> dict[str, Tensor]:
+    """Read a file that the user has to fetch; a ConfigError names the `wanted` one."""
+    try:
+        return read_belonging(weights, key, None, lambda name: name.startswith(prefix))
+    except ConfigError as error:
+        raise ConfigError(f"{error}. Give {wanted}, or null") from error
 
 
 def _read_features(features: nn.Sequential, weights: str, device: torch.device, key: str) -> None:
-    with _open_or_name(weights, key=key, wanted=VGG) as tensors:
-        shapes = tensors.shapes()
-        for name, value in features.state_dict().items():
-            if shapes.get(f"features.{name}") != tuple(value.shape):
-                raise ConfigError(
-                    f"{key}={weights}: features.{name} of VGG-16 is not there, or of another shape, but "
-                    f"{next(iter(shapes), 'nothing')} is; give {VGG}, or null"
-                )
-            set_tensor(features, name, copy_to(tensors.read(f"features.{name}"), torch.float32, device))
+    state = _read(weights, key=key, wanted=VGG, prefix="features.")
+    for name, value in features.state_dict().items():
+        stored = state.get(f"features.{name}")
+        if stored is None or stored.shape != value.shape:
+            raise ConfigError(
+                f"{key}={weights}: features.{name} of VGG-16 is not there, or of another shape, but "
+                f"{next(iter(state), 'nothing')} is; give {VGG}, or null"
+            )
+        set_tensor(features, name, copy_to(stored, torch.float32, device))
 
 
 def load_lpips(weights: str, *, device: torch.device, key: str) -> FeatureDistance:
@@ -163,9 +159,9 @@ def load_lpips(weights: str, *, device: torch.device, key: str) -> FeatureDistan
     from torchmetrics.functional.image import lpips
 
     file = Path(lpips.__file__).parent / "lpips_models" / "vgg.pth"
-    with open_weights(str(file), key=key) as tensors:
-        names = [f"lin{number}.model.1.weight" for number in range(len(LAYERS))]
-        linear = [copy_to(tensors.read(name), torch.float32, device).flatten() for name in names]
+    state = _read(str(file), key=key, wanted=VGG)
+    layers = [state[f"lin{number}.model.1.weight"] for number in range(len(LAYERS))]
+    linear = [copy_to(layer, torch.float32, device).flatten() for layer in layers]
     return FeatureDistance(weights, device=device, linear=linear, key=key)
 
 
@@ -184,8 +180,7 @@ def load_inception(
         )
     from torch_fidelity import FeatureExtractorInceptionV3
 
-    with _open_or_name(weights, key=key, wanted=INCEPTION) as tensors:
-        state = {name: tensors.read(name) for name in tensors.shapes()}
+    state = _read(weights, key=key, wanted=INCEPTION)
     with tempfile.TemporaryDirectory() as folder:  # the library unpickles its file: this copy is harmless
         torch.save(state, Path(folder) / "inception.pth")
         try:

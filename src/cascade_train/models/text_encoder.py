@@ -18,7 +18,7 @@ from cascade_train.files.hub import parse_source
 from cascade_train.models.formats.export import quiet
 from cascade_train.models.formats.weights_source import TOKENIZER_FILES, WeightsSpec
 from cascade_train.models.frozen_part import ClipTower, local_folder
-from cascade_train.options import File, Free, check_above, check_least
+from cascade_train.options import File, Free, Positive, check_fields, check_least
 
 Tokens = dict[str, Tensor]
 """What the tokenizer makes of captions: `input_ids` and `attention_mask`, (B, L) int64.
@@ -71,11 +71,10 @@ class TextEncoder(ClipTower):
     mask_padding: bool = True
     pad_token: str | None = None
     train: bool = False
-    lr: Free[float | None] = None
+    lr: Free[Positive[float | None]] = None
 
     def __post_init__(self) -> None:
-        if self.lr is not None:
-            check_above(f"{self.key}.lr", self.lr, 0)
+        check_fields(self, f"{self.key}.")
         check_least(f"{self.key}.max_tokens", self.max_tokens, 3, "start, one token and end")
         if not -self.num_hidden_layers <= self.hidden_layer <= -1:
             raise ValueError(

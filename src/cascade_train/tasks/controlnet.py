@@ -18,7 +18,7 @@ from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, map_maker, transform_images
 from cascade_train.models.stage import Bottleneck, Conditions, Control, ControlOptions, Stage, Steering
-from cascade_train.options import File, check_share
+from cascade_train.options import File, Share
 from cascade_train.tasks.base import Export, Guide, ImageMaker, Phase, Predictor
 from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage
 
@@ -69,12 +69,11 @@ class ControlNet(TextToImage):
     bottleneck: Bottleneck
     backbone_weights: File[str | None]
     weights: File[str | None]
-    control_drop_prob: float
+    control_drop_prob: Share[float]
     seed: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share("control_drop_prob", self.control_drop_prob, "it is a share of the samples")
         if self.blocks is not None and (not self.blocks or len(set(self.blocks)) < len(self.blocks)):
             raise ValueError(
                 f"blocks={self.blocks}: names no block, or one twice; name each once, or null for the default"

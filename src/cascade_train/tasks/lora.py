@@ -29,7 +29,7 @@ from cascade_train.models.lora import (
 from cascade_train.models.stage import Stage, below
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.models.tokens import put_tokens, train_tokens, trained_tokens
-from cascade_train.options import File, check_above, check_least
+from cascade_train.options import File, Positive, check_least
 from cascade_train.tasks.base import Export
 from cascade_train.tasks.text_to_image import TextToImage
 
@@ -60,7 +60,7 @@ class LoRA(TextToImage):
     trains_network = False
 
     rank: int
-    alpha: float
+    alpha: Positive[float]
     dropout: float
     module_filters: list[str] | None
     dora: bool
@@ -74,7 +74,6 @@ class LoRA(TextToImage):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least("rank", self.rank, 1, "an adapter needs at least one column")
-        check_above("alpha", self.alpha, 0)
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout}: is a probability on the adapters' input, give one in [0, 1)")
         if self.train_tokens == []:

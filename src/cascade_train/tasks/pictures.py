@@ -17,7 +17,7 @@ from cascade_train.batch import Batch
 from cascade_train.diffusion.objective import masked_mean
 from cascade_train.models.image_quality import check_installed
 from cascade_train.models.stage import Stage
-from cascade_train.options import check_choice
+from cascade_train.options import check_fields
 from cascade_train.tasks.base import Draws, Guide, Painter, SampleSettings, Task
 
 
@@ -43,7 +43,7 @@ class PictureObjective(abc.ABC):
     pixel: Literal["l1", "l2"]
 
     def __post_init__(self) -> None:
-        check_choice("pixel", self.pixel, ("l1", "l2"))
+        check_fields(self)
 
     @abc.abstractmethod
     def task(self, reconstruction: Any) -> Task:

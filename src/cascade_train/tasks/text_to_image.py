@@ -21,7 +21,7 @@ from cascade_train.diffusion.sampler import ImageNoise, sample
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.stage import Conditions, Images, Products, Stage, Steering, Tokens
 from cascade_train.models.text_encoder import TextEncoder
-from cascade_train.options import check_share
+from cascade_train.options import Share, check_fields
 from cascade_train.tasks.base import (
     Draws,
     Guide,
@@ -86,12 +86,11 @@ class TextToImage(Task):
         trains_conditions: whether something in the encoders of conditions trains, so that they need gradients.
     """
 
-    cond_drop_prob: float
-    image_keep_prob: float | None
+    cond_drop_prob: Share[float]
+    image_keep_prob: Share[float | None]
 
     def __post_init__(self) -> None:
-        check_share("cond_drop_prob", self.cond_drop_prob, "it is a share of the samples")
-        check_share("image_keep_prob", self.image_keep_prob or 0.0, "it is a share of the samples")
+        check_fields(self)
         self.objective: Objective
         self._image_keep_prob: float
         self._empty_tokens: Tokens

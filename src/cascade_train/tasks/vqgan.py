@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from cascade_train.batch import Batch
 from cascade_train.models.image_quality import image_quality
 from cascade_train.models.stage import Stage
-from cascade_train.options import check_within
+from cascade_train.options import Share, check_within
 from cascade_train.tasks.autoencoding import (
     MAX_STEP,
     MAX_WEIGHT,
@@ -53,14 +53,13 @@ class Vqgan(AutoencoderObjective):
 
     codebook_weight: float
     commitment_weight: float
-    quantised_share: float
+    quantised_share: Share[float]
     revive_after_steps: int | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_within("codebook_weight", self.codebook_weight, 0.0, MAX_WEIGHT)
         check_within("commitment_weight", self.commitment_weight, 0.0, MAX_WEIGHT)
-        check_within("quantised_share", self.quantised_share, 0.0, 1.0)
         if self.revive_after_steps is not None:
             check_within("revive_after_steps", self.revive_after_steps, 1, MAX_STEP)
 

@@ -127,7 +127,9 @@ def test_another_network_is_refused_and_so_is_a_missing_library(
         with pytest.raises(ConfigError, match=f"features=.*page.pth: .*is a web page.*Give .*{wanted}.*, or null"):
             load(str(tmp_path / "page.pth"), device=CPU, key="features")
     monkeypatch.setattr("cascade_train.models.image_quality.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"torch-fidelity, which is not installed.*--editable '\.\[metrics\]'"):
+    with pytest.raises(ConfigError, match="Reconstructions are measured by the library torchmetrics, which is not"):
+        load_lpips("vgg.safetensors", device=CPU, key="validate.lpips")
+    with pytest.raises(ConfigError, match=r"is measured by the library torch-fidelity, .*--editable '\.\[metrics\]'"):
         load_inception(str(tmp_path / "other.safetensors"), device=CPU, key="validate.rfid")
 
 

@@ -96,14 +96,17 @@ def test_adapters_of_integers_are_refused(run: Path, tmp_path: Path) -> None:
         load_lora(empty_network(), str(tmp_path / "lora.safetensors"))
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "broken.safetensors").write_text("broken")
-    save_file({"something.weight": torch.ones(1)}, tmp_path / "foreign.safetensors")
-    for name, message in (
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
         ("absent", "from=.*absent: no such file or folder; give a run"),
         ("broken.safetensors", "is no readable adapter file"),
         ("foreign.safetensors", "holds no adapters in a format that is read here, but something.weight; see"),
         ("", f"is no adapter folder, it lacks {ADAPTER_CONFIG} or adapter_model.safetensors"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load_lora(empty_network(), str(tmp_path / name))
+    ],
+)
+def test_other_files_are_refused(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.safetensors").write_text("broken")
+    save_file({"something.weight": torch.ones(1)}, tmp_path / "foreign.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        load_lora(empty_network(), str(tmp_path / name))

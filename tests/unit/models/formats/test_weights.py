@@ -165,17 +165,22 @@ def test_counts_and_indices_may_be_integers(tmp_path: Path) -> None:
         assert tensors.shapes() == {"0.num_batches_tracked": (), "embeddings.position_ids": (1, 4)}
 
 
-def test_broken_files_pickles_with_code_and_those_without_tensors_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "c.safetensors").write_bytes(b"not tensors at all")
-    torch.save({"path": tmp_path}, tmp_path / "code.pt")
-    torch.save({"step": 3}, tmp_path / "step.pt")
-    for name, message in (
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
         ("c.safetensors", "cannot be read as safetensors .*; copy or download it again"),
         ("code.pt", "cannot be read as weights alone"),
         ("step.pt", "something else than tensors"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load(tmp_path / name)
+    ],
+)
+def test_broken_files_pickles_with_code_and_those_without_tensors_are_refused(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "c.safetensors").write_bytes(b"not tensors at all")
+    torch.save({"path": tmp_path}, tmp_path / "code.pt")
+    torch.save({"step": 3}, tmp_path / "step.pt")
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / name)
 
 
 @pytest.mark.parametrize(
