@@ -12,7 +12,8 @@ import pytest
 from cascade_train.data.captions import Captions
 from cascade_train.data.folder import read_values
 from cascade_train.data.index.row_filter import read_metadata
-from cascade_train.data.sample import FileLimits, UnreadableSampleError
+from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError
+from cascade_train.errors import RunError
 from tests.unit.data import tars
 from tests.unit.data.test_folder import folder
 
@@ -113,3 +114,8 @@ def test_a_json_that_would_break_the_reader_is_none(content: bytes) -> None:
 def test_a_yaml_that_would_break_the_reader_or_run_code_is_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.yaml").write_text(content)
     assert read_values(tmp_path / "a.yaml", FileLimits(max_file_mib=None, max_text_kib=None)) is None
+
+
+def test_a_caption_of_another_type_names_the_source_s_mistake() -> None:
+    with pytest.raises(RunError, match=r"RawSample.caption=3 and key='a' must be texts\."):
+        RawSample(image=None, caption=3, key="a")  # type: ignore[arg-type]

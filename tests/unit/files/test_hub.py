@@ -138,8 +138,8 @@ def test_what_the_hub_announces_never_names_a_file(hub, tmp_path, name, announce
     hub.commit = announced.get("commit", COMMIT)
     hub.headers = {key: value for key, value in announced.items() if key != "commit"}
     refused = name in hub.files or "commit" in announced
-    message = "announces '.*' where a hash belongs; nothing was written" if refused else "404"
-    with pytest.raises(ConfigError if refused else RemoteEntryNotFoundError, match=message):
+    error = ConfigError if refused else RemoteEntryNotFoundError
+    with pytest.raises(error, match="' where a hash belongs; nothing was written" if refused else "404"):
         HubSource("owner/name", "main", "").fetch(name)
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path.name for path in written] == ([] if refused else ["main", name]), "a known commit, an absent file"

@@ -225,7 +225,8 @@ def test_sizes_that_do_not_divide_are_refused(sizes: dict[str, int], fits: str) 
 
 
 def test_no_samples_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no sample is left to read"), loading(shapes(), rows=np.array([], dtype=int)):
+    nothing = np.array([], dtype=int)
+    with pytest.raises(ConfigError, match="left to read; check data and validate"), loading(shapes(), rows=nothing):
         pass
 
 

@@ -87,5 +87,5 @@ def test_a_pickle_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_a_filter_without_its_library_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     require("cv2")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs OpenCV, .* Install it, .*: pip install --editable '\.\[filters\]'"):
+    with pytest.raises(ConfigError, match=r"task.filter: needs OpenCV, .* pip install --editable '\.\[filters\]'"):
         CannyFilter(resize=None, low=1, high=2)
