@@ -22,6 +22,7 @@ RENAMED = {
             ("stage_c", "cascade.stage_c"),
         )
     },
+    "cascade_train.engine.lr_schedule.CosineSchedule": "cascade_train.engine.lr_schedule.CosineDecaySchedule",
     f"{_DATA}.regularised.Regularised": f"{_DATA}.mixture.Regularised",
     f"{_FILTERS}.onnx_network.OnnxFilter": f"{_FILTERS}.network.OnnxFilter",
     f"{_FILTERS}.torch_network": f"{_FILTERS}.network",

@@ -73,7 +73,7 @@ def make_cache(
     task_index: int,
     task_count: int,
 ) -> str:
-    """Make this process's units of a cache and return a summary of the cache; arguments as in `CacheArgs`."""
+    """Make this process's units of a cache and return a summary; arguments as in `CacheArgs`."""
     allow_tf32()  # as a training has it
     read_sample_prompts(cfg)
     parts, source = build_parts(cfg), build_component(cfg, "data")
@@ -157,7 +157,7 @@ class Encoder:
 
     @classmethod
     def build(cls, stage: Stage, task: Task, compute: torch.dtype, *, has_captions: bool, **form: Any) -> Encoder:
-        """Build the encoders alone. A ConfigError for weights that do not fit, and a task whose maps are random."""
+        """Build the encoders; a ConfigError for other weights, or a task of random maps."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         text = frozenset() if has_captions else frozenset(stage.caption_products.values())
         stage.left_out = stage.encodes_nothing | text
@@ -166,7 +166,7 @@ class Encoder:
         return cls(stage=stage, maker=maker, device=device, has_captions=has_captions, **form)
 
     def images(self, batch: Batch) -> list[dict[str, Tensor]]:
-        """Return what is kept of each picture of a batch, by name, on the host; a mask where not everything counts."""
+        """Return the cached tensors of each picture, by name, on the host; a mask if parts do not count."""
         assert batch.image_BCHW is not None, "pictures are read from their source"
         image_BCHW = batch.image_BCHW.to(self.device).float() / 255
         products = self.stage.make_image_products(image_BCHW)
@@ -182,7 +182,7 @@ class Encoder:
         return kept
 
     def captions(self, captions: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        """Return what is kept of each caption, on the host; nothing where captions are not cached."""
+        """Return the cached tensors of each caption, on the host; none if captions are not cached."""
         found: dict[str, dict[str, Tensor]] = {}
         for start in range(0, len(captions) if self.has_captions else 0, self.batch_size):
             part = captions[start : start + self.batch_size]
@@ -240,7 +240,7 @@ class PictureReader(MicroBatches):
         super().__init__(data.source, data.index, self._rows_of, seed, data.transform)
 
     def __getitem__(self, step: Step) -> Pictures | RunError:  # type: ignore[override]
-        """Return the pictures of one size, stand-ins for the unreadable ones, and what the source returned by row."""
+        """Return a batch of one size, with stand-ins, and the samples of the source by row."""
         self._raw = {}
         batch = super().__getitem__(step)
         return batch if isinstance(batch, RunError) else (batch, self._raw)
@@ -271,7 +271,7 @@ def fill(
     reader: PictureReader,
     prompts: Sequence[str],
 ) -> None:
-    """Make units, each written as soon as it is encoded. A RunError where too many pictures are unreadable."""
+    """Make units and write each at once. A RunError where too many pictures are unreadable."""
     steps = {unit: reader.steps(manifest.rows_of(unit), encoder.batch_size) for unit in units}
     references = [step for unit in units for step in steps[unit]]
     pictures = Results[Pictures](reader, reader.source, references=references, whereabouts=lambda: WAITING)  # type: ignore[arg-type]
@@ -306,7 +306,7 @@ def keep_readable(encoder: Encoder, batch: Batch, raw: Mapping[int, RawSample], 
 
 
 def refuse_unreadable(names: Sequence[str], seen: int, share: float) -> None:
-    """Stop with a RunError where more samples are unreadable than the run allows, a few of the first aside."""
+    """Raise a RunError where more samples are unreadable than the run allows, a few aside."""
     if len(names) > FEW + share * seen:
         raise RunError(too_many_text(len(names), seen, share, "; ".join(names[:20])))
     if names:
@@ -314,7 +314,7 @@ def refuse_unreadable(names: Sequence[str], seen: int, share: float) -> None:
 
 
 def summary(folder: Path, manifest: CacheManifest) -> str:
-    """Return what lies in a cache and how to use it."""
+    """Return a cache's size and how to use it."""
     tables = [load_table(folder, unit, manifest) for unit in range(manifest.units)]
     done = [table for table in tables if table is not None]
     samples = sum(int((table.samples["bytes"].min(axis=1) > 0).sum()) for table in done)

@@ -50,11 +50,7 @@ class _Item:
 
 
 def download(args: DownloadArgs, rest: list[str]) -> int:
-    """Print what is needed, download what is missing, check all of it against the hub's hashes, and return 0.
-
-    Raises:
-        ConfigError: no such model, or a file that cannot be downloaded, with the remedy.
-    """
+    """Print what is needed, download what is missing, check all of it against the hub's hashes, and return 0."""
     items = _items(rest)
     for item in items:
         sys.stdout.write(f"{item.size / MIB:10,.1f} MiB  {'here    ' if item.is_here else 'to fetch'}  {item.where}\n")
@@ -137,11 +133,7 @@ def _of_web(key: str, file: WebFile) -> _Item:
 
 
 def with_config_dir(rest: list[str]) -> tuple[list[str], Path | None]:
-    """Return the arguments that are no flags, and the folder of `--config-dir`.
-
-    Raises:
-        ConfigError: another flag than those of a training, or no such folder.
-    """
+    """Return the arguments that are no flags, and the folder of `--config-dir`; a ConfigError where there is none."""
     arguments = parser().parse_intermixed_args(rest)
     if arguments.config_dir is None:
         return arguments.overrides, None

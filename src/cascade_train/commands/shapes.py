@@ -34,11 +34,7 @@ class ShapesArgs:
 
 
 def write_shapes(args: ShapesArgs) -> list[Path]:
-    """Write the tars `shapes-000000.tar`, ... and return their paths.
-
-    Raises:
-        ConfigError: the folder holds shards already, or a number is out of range.
-    """
+    """Write the tars `shapes-000000.tar`, ... into a folder without any, and return their paths."""
     from cascade_train.data.shapes import Shapes  # heavy: torch
     from cascade_train.data.tar.members import write_tar
 

@@ -24,10 +24,7 @@ from cascade_train.errors import ConfigError
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 """Keys of a component that are none of its arguments."""
 
-SCALARS: Mapping[type, tuple[type, ...]] = {
-    **{int: (int,), float: (int, float), str: (str,), bool: (bool,)},
-    **{Path: (str,), bytes: (bytes,)},
-}
+SCALARS: dict[type, Any] = {int: int, float: (int, float), str: str, bool: bool, Path: str, bytes: bytes}
 COLLECTIONS = (list, tuple, set, frozenset, Sequence, Iterable, Collection, dict, Mapping, MutableMapping)
 OPEN_TYPES = (enum.Enum, str, int, float, dict, tuple)
 """Subclasses of these stand for plain values too."""

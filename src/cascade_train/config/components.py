@@ -73,10 +73,9 @@ def _constructed(node: Any, path: str, trial: bool) -> Any:
         return node
     recurse = node.get("_recursive_", True)
     values = {key: _constructed(value, f"{path}.{key}", trial) if recurse else value for key, value in node.items()}
-    if any(value is LATER for value in values.values()):
-        return LATER
-    if not is_component(node):
-        return values
+    is_later = any(value is LATER for value in values.values())
+    if is_later or not is_component(node):
+        return LATER if is_later else values
     named = {key: value for key, value in values.items() if key not in HYDRA_KEYS}
     make = functools.partial(import_target(node["_target_"]), *values.get("_args_", ()), **named)
     try:

@@ -67,16 +67,16 @@ class Captions:
 
     @property
     def needs_values(self) -> bool:
-        """Whether more than the source's own caption is used, so that it must read a sample's json or columns."""
+        """Whether a sample's json or columns are needed beside the source's own caption."""
         named = {name for template in self._templates for _, name in template if name is not None}
         return bool(self._keys.keys() - {TEXT} or named - {CAPTION}) or self.tags.key is not None
 
     def __call__(self, raw: RawSample, generator: torch.Generator) -> str:
-        """Return the caption of a sample; an UnreadableSampleError where it lacks a key, or no text is there."""
+        """Return the caption of a sample; an UnreadableSampleError without key or text."""
         return self.traced(raw, generator)[0]
 
     def traced(self, raw: RawSample, generator: torch.Generator) -> tuple[str, str]:
-        """Return the caption of a sample, and where it came from: its file or key, and what was drawn or added."""
+        """Return the caption of a sample, and its origin: file or key, and what was drawn or added."""
         chosen, origin = self._chosen(raw, generator)
         caption = self.tags.apply(chosen, raw.values, generator)
         place = draw_index([1.0] * len(self._templates), generator)

@@ -21,10 +21,10 @@ from cascade_train.data.index.row_filter import read_metadata
 from cascade_train.data.index.rows import (
     ROW_FIELDS,
     Index,
-    combined,
+    combine,
     first_names,
     repeat_counts,
-    repeated_rows,
+    repeat_rows,
     text_checksum,
 )
 from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError
@@ -92,7 +92,7 @@ class PictureFolder(FileSource):
             f" hidden files do not count{tars}{f'; there are {counted(others)}' if others else ''}"
         )
 
-    def _indexed(self) -> Index:
+    def _build_index(self) -> Index:
         others: list[str] = []
         found = list(find_pictures(self._root, others))
         if not found:
@@ -103,7 +103,7 @@ class PictureFolder(FileSource):
         table = np.zeros(len(found), dtype=FOLDER_FIELDS)
         file_bytes, facts = load_picture_facts(self._root, self._root, [file.name for file in found], self._cache_dir)
         table["bytes"], table["width"], table["height"] = file_bytes, *facts[:, :2].T
-        content = combined(facts[:, 2], *self._checksums_beside(found, facts[:, 2]))
+        content = combine(facts[:, 2], *self._checksums_beside(found, facts[:, 2]))
         for part in ("caption", "values", "mask"):
             table[part] = [getattr(file, part) for file in found]
         keys = np.array([file.name.encode() for file in found])
@@ -116,7 +116,7 @@ class PictureFolder(FileSource):
             raise ConfigError(f"data.path={self.path}: {MULTIPLY} leaves no picture; write numbers above 0")
         if len(self._filters):
             counts = np.where(self._filters.kept(self._verdicts(found)), counts, 0)
-        rows = repeated_rows(counts)
+        rows = repeat_rows(counts)
         self._metadata = [found[row].row for row in rows.tolist()]
         return Index(
             shards=(self._root.resolve().name,),

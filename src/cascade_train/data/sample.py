@@ -1,4 +1,4 @@
-"""One sample on its way from a source to a batch, limits of its files, and how many unreadable ones stop a run."""
+"""One sample between source and batch, limits of its files, and of unreadable samples."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class FileLimits:
     max_text_kib: int | None  # of a caption, a json or a yaml, in KiB; None = any
 
     def check(self, part: str, size: int) -> None:
-        """Check the size in bytes of a file: "image" or "mask"; any other part is a text, "caption" or "json"."""
+        """Check the size in bytes of a part: "image", "mask", or else a text."""
         key = "max_file_mib" if part in PICTURES else "max_text_kib"
         limit = getattr(self, key)
         if limit is not None and size > limit * (1024**2 if part in PICTURES else 1024):
@@ -100,7 +100,7 @@ class FileLimits:
 
 
 def most_unreadable(samples: int, max_share: float) -> float:
-    """Return how many unreadable samples do not stop a run: a share of them, or a few where that is more."""
+    """Return how many unreadable samples do not stop a run: a share, or a few."""
     return max(min(FEW, samples // 2), max_share * samples)
 
 

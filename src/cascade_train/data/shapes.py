@@ -64,7 +64,7 @@ class Scene:
 
     def sentence(self) -> str:
         """Return the first form of the caption, with every word."""
-        return _caption(self, [_DROP_PROB] * 3 + [0.0])
+        return _write_caption(self, [_DROP_PROB] * 3 + [0.0])
 
 
 @dataclass(kw_only=True)
@@ -113,7 +113,7 @@ class Shapes(Source):
         if self.background_weight == 1.0:
             return None
         draws = _uniform(self.seed, row)
-        near = np.asarray(_outline_mask(_scene(draws, self.only or ()), draws[10:], self.image_size)) > 0
+        near = np.asarray(_outline_mask(_draw_scene(draws, self.only or ()), draws[10:], self.image_size)) > 0
         reach = self.image_size // 24  # along each axis
         for axis in (0, 1):
             margins = [(reach, reach) if axis == each else (0, 0) for each in (0, 1)]
@@ -126,14 +126,14 @@ class Shapes(Source):
 
     def scene(self, row: int) -> Scene:
         """Return the content of a picture, in an eighth of the time that `draw` takes."""
-        return _scene(_uniform(self.seed, row), self.only or ())
+        return _draw_scene(_uniform(self.seed, row), self.only or ())
 
     def draw(self, row: int) -> tuple[Scene, str, Image.Image]:
         """Return the content of a picture, its caption, and the picture, image_size square in RGB."""
         draws = _uniform(self.seed, row)
-        scene = _scene(draws, self.only or ())
-        caption = _caption(scene.renamed(self.names or {}), draws[5:10])
-        return scene, caption, _picture(scene, draws[10:], self.image_size)
+        scene = _draw_scene(draws, self.only or ())
+        caption = _write_caption(scene.renamed(self.names or {}), draws[5:10])
+        return scene, caption, _draw_picture(scene, draws[10:], self.image_size)
 
 
 def _uniform(seed: int, row: int) -> list[float]:
@@ -147,7 +147,7 @@ def _choose(options: Sequence[str], draw: float) -> str:
     return options[int(draw * len(options))]
 
 
-def _scene(draws: list[float], only: Collection[str]) -> Scene:
+def _draw_scene(draws: list[float], only: Collection[str]) -> Scene:
     words: tuple[Iterable[str], ...] = (COLOURS, SHAPES, RADII, POSITIONS)
     options = [[word for word in each if word in only] or list(each) for each in words]
     options[3] = [place for place in (*POSITIONS, *PLACES) if place in only] or list(POSITIONS)
@@ -156,7 +156,7 @@ def _scene(draws: list[float], only: Collection[str]) -> Scene:
     return Scene(colour=colour, shape=shape, size=size, position=position, background=background)
 
 
-def _caption(scene: Scene, draws: list[float]) -> str:
+def _write_caption(scene: Scene, draws: list[float]) -> str:
     """Describe the scene in one of several forms, now and then without size, position or shape."""
     keep_size, keep_position, keep_shape = (draw >= _DROP_PROB for draw in draws[:3])
     words = ([scene.size] if keep_size else []) + [scene.colour, scene.shape if keep_shape else "shape"]
@@ -176,9 +176,9 @@ def _caption(scene: Scene, draws: list[float]) -> str:
     return _choose(forms, draws[3])
 
 
-def _picture(scene: Scene, draws: list[float], image_size: int) -> Image.Image:
-    front = Image.new("RGB", (image_size, image_size), _tinted(scene.colour, draws[4]))
-    back = Image.new("RGB", (image_size, image_size), _tinted(scene.background, draws[5]))
+def _draw_picture(scene: Scene, draws: list[float], image_size: int) -> Image.Image:
+    front = Image.new("RGB", (image_size, image_size), _vary_brightness(scene.colour, draws[4]))
+    back = Image.new("RGB", (image_size, image_size), _vary_brightness(scene.background, draws[5]))
     return Image.composite(front, back, _outline_mask(scene, draws, image_size))
 
 
@@ -195,7 +195,7 @@ def _outline_mask(scene: Scene, draws: list[float], image_size: int) -> Image.Im
     return mask.reduce(_OVERSAMPLING)
 
 
-def _tinted(colour: str, draw: float) -> tuple[int, int, int]:
+def _vary_brightness(colour: str, draw: float) -> tuple[int, int, int]:
     shift = round(20 * (draw - 0.5))
     red, green, blue = (min(255, max(0, channel + shift)) for channel in COLOURS[colour])
     return red, green, blue

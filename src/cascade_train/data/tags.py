@@ -1,4 +1,4 @@
-"""Captions that are lists of tags: shuffled, dropped and truncated, with the first or the heavier ones preferred."""
+"""Captions that are lists of tags: shuffled by weight, dropped and truncated."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Tags:
 
 
 def weighted_texts(value: Any, key: str) -> list[Weighted]:
-    """Return texts with their weights, 1 where none is given, of a list of both or a mapping; see `Tags`."""
+    """Return texts with their weights, else 1, of a list or a mapping; see `Tags`."""
     if isinstance(value, Mapping):
         entries = list(value.items())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):

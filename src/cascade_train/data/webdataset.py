@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cascade_train.data.index.row_filter import parse_row_filters
-from cascade_train.data.index.rows import BEGINNING_BYTES, ROW_FIELDS, Index, checksum, combined, text_checksum
+from cascade_train.data.index.rows import BEGINNING_BYTES, ROW_FIELDS, Index, checksum, combine, text_checksum
 from cascade_train.data.index.selection import RowSelector
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
@@ -86,7 +86,7 @@ class WebDataset(Source):
             table=table[kept],
             keys=np.concatenate([shard.keys for shard in shards])[kept],
             filters=self._filters.identity,
-            content=combined(*np.concatenate([shard.checksums for shard in shards])[kept].T[used]),
+            content=combine(*np.concatenate([shard.checksums for shard in shards])[kept].T[used]),
         )
         self._stores = list({id(tar.store): tar.store for tar in self._tars if tar.store is not None}.values())
         threads = max(store.parallel_reads for store in self._stores)
@@ -110,7 +110,7 @@ class WebDataset(Source):
             table=np.array(rows, dtype=[*ROW_FIELDS, ("bytes", "<i8")]),
             keys=np.array([name.encode() for name in names]),
             filters=self._filters.identity,
-            content=combined(np.array([_content_checksum(tar) for tar in self._tars])),
+            content=combine(np.array([_content_checksum(tar) for tar in self._tars])),
             rows_are_samples=False,
         )
 
@@ -188,7 +188,7 @@ class WebDataset(Source):
         for part, (_, size) in places.items():
             self.limits.check(part, size)
         found = {}
-        for group in _neighbours({part: place for part, place in places.items() if place[0]}):
+        for group in _group_neighbours({part: place for part, place in places.items() if place[0]}):
             begin = group[0][1]
             content = tar.read(begin, group[-1][1] + group[-1][2] - begin)
             found.update({part: content[start - begin : start - begin + size] for part, start, size in group})
@@ -202,7 +202,7 @@ def _content_checksum(tar: Tar) -> int:
         return checksum(file.read(BEGINNING_BYTES), tar.item.size)
 
 
-def _neighbours(places: dict[str, tuple[int, int]]) -> Iterator[list[tuple[str, int, int]]]:
+def _group_neighbours(places: dict[str, tuple[int, int]]) -> Iterator[list[tuple[str, int, int]]]:
     """Group parts (name, start, size) that lie close to each other, in the order of the tar."""
     group: list[tuple[str, int, int]] = []
     for part, (start, size) in sorted(places.items(), key=lambda each: each[1]):

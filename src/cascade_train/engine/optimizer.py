@@ -132,11 +132,12 @@ class OptimizerSpec:
         parameters = {name: shard_of(p) if self._by_element(name, p) else p for name, p in whole.items()}
         decayed = {name: p for name, p in parameters.items() if self.decay_all or decays(name, p)}
         kept = {name: p for name, p in parameters.items() if name not in decayed}
+        roots = {name: next((root for root in lrs if name.startswith(f"{root}.")), None) for name in parameters}
         groups: list[dict[str, Any]] = []
         for root in (None, *lrs):
             rate = {} if root is None else {"lr": self.base_lr(global_batch_size, lrs[root])}
             for each, decay in ((decayed, self.weight_decay), (kept, 0.0)):
-                chosen = {name: p for name, p in each.items() if root_in(name, lrs) == root}
+                chosen = {name: p for name, p in each.items() if roots[name] == root}
                 groups += [{"params": self._list(chosen), "weight_decay": decay, **rate}] if chosen else []
         name = getattr(self.made, "__name__", self.algorithm)
         try:
@@ -217,12 +218,6 @@ class OptimizerSpec:
         except RuntimeError:
             return False
         return True
-
-
-def root_in(name: str, lrs: Mapping[str, float]) -> str | None:
-    """Return the root that a parameter's name begins with where it has a learning rate of its own."""
-    root = name.partition(".")[0]
-    return root if root in lrs else None
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:

@@ -123,14 +123,10 @@ def compose_grid(captions: Sequence[str], columns: dict[str, list[Image.Image]])
         left = LABEL_PX + CELL_PX * column
         draw.text((left + 4, 4), title.replace("_", " "), fill="black", font=font)
         for row, image in enumerate(images):
-            grid.paste(_fit_into_cell(image), (left, title_px + CELL_PX * row))
+            longest = max(image.size)
+            width, height = (max(1, round(side * (CELL_PX - 4) / longest)) for side in image.size)
+            grid.paste(image.resize((width, height)), (left, title_px + CELL_PX * row))
     for row, caption in enumerate(captions):
         label = textwrap.wrap(shortened(caption, LONGEST_REASON), LABEL_CHARACTERS)[:LABEL_LINES]
         draw.multiline_text((6, title_px + CELL_PX * row + 6), "\n".join(label), fill="black", font=font)
     return grid
-
-
-def _fit_into_cell(image: Image.Image) -> Image.Image:
-    """Return an image at the size of a cell, at least one pixel high and wide whatever its aspect ratio."""
-    scale = (CELL_PX - 4) / max(image.size)
-    return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))

@@ -1,7 +1,4 @@
-"""The atomic write: a file is written beside its final name, synced to the disk, renamed; and plain values as YAML.
-
-What the files mean is not known here.
-"""
+"""The atomic write: a file is written beside its final name, synced to the disk, renamed; and plain values as YAML."""
 
 from __future__ import annotations
 

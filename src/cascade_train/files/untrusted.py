@@ -116,12 +116,12 @@ def load_mapping(path: Path, origin: str = "", limit: int = WHOLE_BYTES, /, **ki
 
 
 def stored_mapping(path: Path, *, key: str | None = None) -> dict[str, Any]:
-    """Return the mapping in a file, empty where it is not there; a ConfigError, of `key`, where it is damaged."""
+    """Return the mapping in a file, empty where it is missing; a ConfigError of `key` if damaged."""
     return load_mapping(path, f"{key}={path}" if key else "", MAX_BYTES) if path.is_file() else {}
 
 
 def read_mapping(path: Path, **kinds: ValueType) -> dict[str, Any]:
-    """Return the mapping in a file, without values of other types than `kinds`; empty where it cannot be read."""
+    """Return the mapping in a file, without values of other types; empty if it cannot be read."""
     try:
         return _of_kinds(load_mapping(path), kinds)
     except ConfigError:
@@ -129,7 +129,7 @@ def read_mapping(path: Path, **kinds: ValueType) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, none where it is not there, too long ones in pieces; a ConfigError for its faults."""
+    """Yield the lines of a file, none if it is missing, too long ones in pieces; else a ConfigError."""
     if os.path.lexists(path):
         with _opening(path), open_regular(path, limit=LINES_BYTES) as file:
             yield from iter(partial(file.readline, LINE_BYTES), b"")
@@ -158,7 +158,7 @@ def _of_kinds(row: dict[str, Any], kinds: dict[str, ValueType]) -> dict[str, Any
 
 
 def read_json(text: str | bytes) -> Any:
-    """Parse a JSON text; a ValueError where it is none, is nested too deeply, or does not fit into memory."""
+    """Parse a JSON text; a ValueError where it is damaged, too deep, or too large for memory."""
     try:
         value = json.loads(text)
     except (RecursionError, MemoryError) as error:

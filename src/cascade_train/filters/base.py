@@ -69,11 +69,11 @@ class ControlFilter(abc.ABC):
         """
 
     def preview(self, control_BCHW: Tensor, image_BCHW: Tensor | None = None) -> Tensor:
-        """Return a picture (B, 3, h, w) in [0, 1] of maps (B, C, h, w), and of their pictures (B, 3, H, W) if known."""
+        """Return images (B, 3, h, w) in [0, 1] of maps (B, C, h, w), over pictures (B, 3, H, W) if known."""
         return to_colours(control_BCHW)
 
     def node(self) -> dict[str, Any]:
-        """Return the filter as a configuration node, `_target_` and arguments, for the metadata of weights."""
+        """Return the filter as a configuration node, for the metadata of weights."""
         arguments = {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
         return {"_target_": f"{type(self).__module__}.{type(self).__qualname__}", **arguments}
 
@@ -109,7 +109,7 @@ class ImageFilter(ControlFilter):
 
 
 def map_maker(control_filter: ControlFilter, *, device: torch.device, encode: Encode) -> ControlMap:
-    """Return the filter's half on the device; a ConfigError as of `build`, and for maps that are not (B, C, h, w)."""
+    """Return the half on the device; a ConfigError as of `build`, and for maps not (B, C, h, w)."""
     make = control_filter.build(device=device, encode=encode)
 
     def made(image_BCHW: Tensor, arrays: Mapping[str, Tensor]) -> Tensor:
@@ -145,7 +145,7 @@ def map_at_picture_size(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tenso
 def transform_images(
     transform: SampleTransform, image_BCHW: Tensor, generators: Sequence[torch.Generator]
 ) -> dict[str, Tensor]:
-    """Apply a `sample_transform` here to pictures (B, 3, H, W) uint8; returns tensors (B, …) on the host by name."""
+    """Apply a `sample_transform` to pictures (B, 3, H, W) uint8; returns tensors (B, …) by name."""
     pairs = zip(image_BCHW.numpy(), generators, strict=True)
     made = [transform(image, generator) for image, generator in pairs]
     return {name: torch.from_numpy(np.stack([each[name] for each in made])) for name in made[0]}
@@ -172,9 +172,7 @@ def check_threshold(pair: Sequence[float]) -> None:
 def check_kernels(key: str, kernels: Sequence[int]) -> None:
     """Raise ValueError where there is no width, or one is neither 0 nor odd from 3 on."""
     if not kernels or any(kernel != 0 and (kernel < 3 or kernel % 2 == 0) for kernel in kernels):
-        raise ValueError(
-            f"{key}={kernels}: each sample draws one of these widths, give odd numbers of pixels from 3 on, or 0"
-        )
+        raise ValueError(f"{key}={kernels}: each sample draws one of these widths; give odd numbers from 3 on, or 0")
 
 
 def pick(options: Sequence[int], generator: torch.Generator) -> int:
@@ -212,7 +210,7 @@ def disc(diameter: int) -> np.ndarray:
 
 
 def dilate(map_B1HW: Tensor, diameter: int) -> Tensor:
-    """Return the largest value within a disc of each place of maps (B, 1, H, W); a diameter of 0 leaves them."""
+    """Dilate maps (B, 1, H, W) by a disc; a diameter of 0 leaves them."""
     if diameter == 0:
         return map_B1HW
     reach, rows = diameter // 2, []

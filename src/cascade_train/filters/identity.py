@@ -31,12 +31,8 @@ DETECTOR = WeightsFile(
     licence="non-commercial research alone, by InsightFace",
     found="the pack buffalo_l of github.com/deepinsight/insightface",
 )
-RECOGNISER = replace(
-    DETECTOR,
-    key="task.filter.recogniser",
-    what="the face recogniser of the identity filter",
-    usual_name="w600k_r50.onnx",
-)
+_WHAT = "the face recogniser of the identity filter"
+RECOGNISER = replace(DETECTOR, key="task.filter.recogniser", what=_WHAT, usual_name="w600k_r50.onnx")
 
 DETECTOR_SIDE = 320
 """Side in pixels of the detector's input: the picture in its upper left corner, zeros beside it."""
@@ -106,7 +102,7 @@ class IdentityFilter(ControlFilter):
         return {"control_faces": faces, "control_cells": self._cells(found, pixels.shape[:2], generator)}
 
     def _cells(self, found: Faces, size: tuple[int, int], generator: torch.Generator) -> np.ndarray:
-        """Return left, top, right and bottom of each face in places of the map, (max_faces, 4) int32; 0 = no face."""
+        """Return left, top, right, bottom of each face in the map, (max_faces, 4) int32; 0 = none."""
         cells = np.zeros((self.max_faces, 4), dtype=np.int32)
         for place, box in enumerate(found.boxes):
             dropped, full = between(0, 1, generator) < self.p_drop, between(0, 1, generator) < self.p_full
@@ -193,9 +189,8 @@ def _candidates(outputs: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray,
     """Return scores (N,), boxes (N, 4) and landmarks (N, 5, 2) of each grid, in the detector's pixels."""
     found = []
     for place, stride in enumerate(STRIDES):
-        score, distance, offset = (
-            outputs[place + kind * len(STRIDES)].reshape(-1, n) for kind, n in enumerate((1, 4, 10))
-        )
+        of_grid = outputs[place :: len(STRIDES)]
+        score, distance, offset = (each.reshape(-1, n) for each, n in zip(of_grid, (1, 4, 10), strict=True))
         side = DETECTOR_SIDE // stride
         down, across = np.mgrid[:side, :side] * float(stride)
         middle = np.stack([across, down], axis=-1).reshape(-1, 1, 2).repeat(ANCHORS, axis=0).astype(np.float32)
@@ -205,7 +200,7 @@ def _candidates(outputs: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray,
 
 
 def suppress_overlaps(boxes: np.ndarray) -> np.ndarray:
-    """Return the rows of boxes (N, 4), the best first, that overlap with no better one by more than the threshold."""
+    """Return the rows of boxes (N, 4), the best first, without those that overlap a better one."""
     areas = np.prod(boxes[:, 2:] - boxes[:, :2] + 1, axis=1)
     left = np.arange(len(boxes))
     kept = []
@@ -219,7 +214,7 @@ def suppress_overlaps(boxes: np.ndarray) -> np.ndarray:
 
 
 def prominence(boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Return area less twice the squared distance from the picture's middle, (N,), by which InsightFace chooses."""
+    """Return area - 2 distance² from the picture's middle, (N,), by which InsightFace chooses."""
     area = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
     middle = (boxes[:, :2] + boxes[:, 2:]) / 2 - np.array([size[1] // 2, size[0] // 2])
     return area - 2 * (middle**2).sum(axis=1)

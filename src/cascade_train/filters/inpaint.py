@@ -1,4 +1,4 @@
-"""Pictures with a hole in them, that a ControlNet fills: inpainting, and outpainting where the rest is the hole."""
+"""Inpainting and outpainting: pictures with a hole that a ControlNet fills."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _strokes(height: int, width: int, generator: torch.Generator) -> np.ndarray:
 
 
 def _bent_line(height: int, width: int, size: float, generator: torch.Generator) -> np.ndarray:
-    """Draw the points (N, 2) int32, x and y, of a line that turns a little less than half around at each bend."""
+    """Draw the points (N, 2) int32, x and y, of a zigzag line."""
     place = np.array([between(0, width, generator), between(0, height, generator)])
     angle = between(0, 2 * math.pi, generator)
     points = [place]
@@ -173,7 +173,7 @@ def _bent_line(height: int, width: int, size: float, generator: torch.Generator)
 
 
 def normalised(pad: int, channels: int, out: int, kernel: int, stride: int = 1) -> list[nn.Module]:
-    """Return a mirrored border, a convolution and an instance norm: the first three places of each group."""
+    """Return a mirrored border, a convolution and an instance norm."""
     return [nn.ReflectionPad2d(pad), nn.Conv2d(channels, out, kernel, stride), nn.InstanceNorm2d(out, affine=True)]
 
 

@@ -120,7 +120,7 @@ def central(weight: Tensor) -> Tensor:
 
 
 def angular(weight: Tensor) -> Tensor:
-    """Return the kernel (O, I, 3, 3) that weighs each pixel's difference from the next one around (eq. 4)."""
+    """Return the kernel (O, I, 3, 3) of each pixel's difference from the next one around (eq. 4)."""
     return weight - weight.flatten(2)[..., NEXT_AROUND].view_as(weight)
 
 
@@ -137,7 +137,7 @@ KERNELS: tuple[Callable[[Tensor], Tensor], ...] = (central, angular, radial, tor
 
 
 class DifferenceConv(nn.Module):
-    """A convolution of differences of pixels, without bias, that keeps the size; its kernel is made from the weight."""
+    """A convolution of pixel differences, without bias; its kernel is made from the weight."""
 
     def __init__(self, channels: int, out: int, kernel: Callable[[Tensor], Tensor], groups: int = 1) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pictures with detail taken away, for a ControlNet that gives it back: as pixels, and as Stage C's latents."""
+"""Pictures without detail, for super resolution: as pixels, and as Stage C's latents."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LatentSuperResolutionFilter(SuperResolutionFilter):
     channels = LATENT_CHANNELS
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
-        """Return the map of pictures alone, by `encode`; each latent is repeated to its share of the picture."""
+        """Return the map by `encode`; each latent is repeated to its share of the picture."""
 
         @torch.no_grad()
         def latents(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:

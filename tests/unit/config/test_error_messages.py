@@ -218,12 +218,10 @@ def test_nearest_name_or_all_names_are_told():
 
 def test_groups_and_options_are_read_from_the_folder():
     assert {"model", "task", "optimizer", "experiment"} <= set(groups())
-    assert group_options("optimizer") == [
-        *("adafactor", "adamw", "adamw_8bit", "came", "lion", "muon", "prodigy", "schedule_free", "torch"),
-    ]
+    assert {"adamw", "torch"} <= set(group_options("optimizer"))
     assert "_base" not in group_options("data")
     assert group_options("nothing") == []
-    assert option_targets("lr_scheduler")["cosine"].endswith("CosineSchedule")
+    assert option_targets("lr_scheduler")["cosine"].endswith("CosineDecaySchedule")
 
 
 def test_an_interrupt_that_a_library_made_an_error_of_is_still_one(capsys: pytest.CaptureFixture[str]):

@@ -139,28 +139,6 @@ def test_sources_are_told_what_is_about_to_be_read_and_when_a_run_begins() -> No
     assert watched.recorded
 
 
-class _Odd(Shapes):
-    """Every other row only."""
-
-    def selectors(self) -> list[Any]:
-        from cascade_train.data.index.selection import Selection
-
-        return [lambda index: Selection(kept=index.table["shard"] == 0, reason="are odd")]
-
-    def open(self) -> Any:
-        index = super().open()
-        index.table["shard"][len(index) // 2 :] = 1
-        return index
-
-
-def test_what_a_source_leaves_out_stays_out() -> None:
-    base = shapes(samples=6)
-    source = mixture({"b": 2})
-    odd = _Odd(**{key: getattr(base, key) for key in (*ORDER, "samples", "seed")})
-    source.sources["a"] = odd
-    assert counts(source) == {"a": 3, "b": 2}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -236,32 +214,11 @@ def test_the_smaller_side_is_repeated_until_the_share_is_met(
 
 def test_every_batch_holds_about_the_share_however_small_a_side_and_its_windows_are() -> None:
     with loading(regularised(4, 400, shuffle_window_shards=1), global_batch_size=40) as loader:
-        steps = [[key for batch in next(loader) for key in batch.keys] for _ in range(18)]
-    own = [sum(key.startswith("shapes-seed0") for key in keys) for keys in steps]
-    assert 8 <= min(own) <= max(own) <= 32
-
-
-def test_regularisation_samples_carry_their_weight_into_the_batch() -> None:
-    with loading(regularised()) as loader:
-        batches = [batch for _ in range(8) for batch in next(loader)]
-    weights = torch.cat([batch.weight_B for batch in batches]).tolist()
-    is_own = [key.startswith("shapes-seed0") for batch in batches for key in batch.keys]
-    assert weights == [1.0 if own else 0.25 for own in is_own]
-    assert 0.3 < sum(is_own) / len(is_own) < 0.7
-
-
-def test_a_repeated_picture_is_another_sample_with_draws_of_its_own() -> None:
-    with loading(regularised()) as loader:
-        batches = [batch for _ in range(7) for batch in next(loader)]
-    draws: dict[str, list[float]] = {}
-    for batch in batches:
-        for key, epoch, number in zip(
-            batch.keys, batch.epoch_B.tolist(), batch.uniform("timestep").tolist(), strict=True
-        ):
-            if epoch == 0:
-                draws.setdefault(key, []).append(number)
-    assert max(len(numbers) for numbers in draws.values()) > 3
-    assert all(len(set(numbers)) == len(numbers) for numbers in draws.values())
+        steps = [next(loader) for _ in range(18)]
+    own = [[key.startswith("shapes-seed0") for batch in step for key in batch.keys] for step in steps]
+    assert 8 <= min(map(sum, own)) <= max(map(sum, own)) <= 32
+    weights = [torch.cat([batch.weight_B for batch in step]).tolist() for step in steps]
+    assert weights == [[1.0 if is_own else 0.25 for is_own in step] for step in own]
 
 
 @pytest.mark.parametrize(
@@ -274,14 +231,6 @@ def test_a_repeated_picture_is_another_sample_with_draws_of_its_own() -> None:
 def test_numbers_out_of_range_are_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         regularised(**options)
-
-
-def test_sides_of_another_size_are_refused() -> None:
-    source = regularised()
-    small = shapes(image_size=16)
-    options = {key: getattr(source, key) for key in ORDER}
-    with pytest.raises(ValueError, match="data.regularisation.image_size=16 differs from data.image_size=32"):
-        Regularised(source=source.source, regularisation=small, share=0.5, weight=1.0, **options)
 
 
 def test_each_side_leaves_out_what_its_own_filters_refuse() -> None:

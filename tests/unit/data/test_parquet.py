@@ -197,12 +197,6 @@ def test_damage_is_found_at_the_start_and_during_the_run(tmp_path: Path) -> None
         source.read(0)
 
 
-def test_captions_of_several_texts_are_lines(tmp_path: Path) -> None:
-    source = parquet(write(tmp_path / "a.parquet", [{"image": tars.picture(), "text": ["one", "two"]}]))
-    source.open()
-    assert source.read(0).caption == "one\ntwo"
-
-
 def test_a_value_that_python_does_not_have_is_absent(tmp_path: Path) -> None:
     rows = rows_of(range(3))
     half = pyarrow.Array.from_buffers(pyarrow.string(), 3, pyarrow.array([b"a", b"\xff", b"c"]).buffers())

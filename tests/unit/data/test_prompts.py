@@ -83,7 +83,7 @@ def test_the_prompts_of_a_run_are_read_from_a_file_when_it_begins(tmp_path: Path
         ("a.csv", "caption,n\none,1\n,2\n", "", "a.csv, line 3: caption holds no prompt: ''. Mend or remove the row"),
         ("a.jsonl", '{"text": "a"}\n\n{"no": 1}\n', "", "a.jsonl, line 3: text holds no prompt: None"),
         ("a.jsonl", '{"text": "a"}\n[1]\n', "", "a.jsonl, line 2 is no json mapping"),
-        ("a.csv", "x,y\n1,2\n", "", "a.csv: which column holds the prompts. It has x, y. Name one: .*a.csv:<column>"),
+        ("a.csv", "x,y\n1,2\n", "", "a.csv: which column holds the prompts. It has x, y. Name one: .*a.csv:<name>"),
         ("a.csv", "x,y\n1,2\n", ":z", "a.csv: has no column z; it has x, y. Name one behind a colon"),
         ("a.csv", "id;caption\n1;a\n", "", "a.csv: its one column is 'id;caption'; .* separated by commas"),
         ("a.csv", "caption\na cat, asleep\n", "", "a.csv, line 2 has 2 cells, .* names 1 columns; a cell with a"),

@@ -16,6 +16,7 @@ from cascade_train.distributed.process_group import process_group
 from cascade_train.engine.checkpoint import writing as checkpoint_writing
 from cascade_train.engine.checkpoint.folder import Retention, find_fault, read_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.checkpoint.writing import Background
 from cascade_train.errors import RunError
 
 FORKS = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -251,3 +252,40 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_a_byte_is_written(stor
         store.save(2, state(2), {})
     assert names(store) == ["step_1"]
     assert not store.failed
+
+
+def test_all_pieces_are_done_in_order_by_one_thread():
+    background, done = Background(name="beside"), []
+    pieces = [background.begin(lambda n=n: done.append((n, threading.current_thread()))) for n in range(3)]
+    for piece in pieces:
+        piece.result()
+    assert [number for number, _ in done] == [0, 1, 2]
+    assert {thread.name for _, thread in done} == {"beside"}
+    assert len({id(thread) for _, thread in done}) == 1
+    background.end()
+    assert not done[0][1].is_alive()
+
+
+def test_a_piece_that_fails_is_told_to_who_waits_and_the_next_is_done():
+    background, opened = Background(name="beside"), threading.Event()
+
+    def fail():
+        assert opened.wait(10)
+        raise ValueError("no room")
+
+    failing, next_one = background.begin(fail), background.begin(opened.is_set)
+    assert not failing.done()
+    opened.set()
+    with pytest.raises(ValueError, match="no room"):
+        failing.result()
+    next_one.result()
+    background.end()
+
+
+def test_another_piece_begins_another_thread_after_the_end():
+    background, threads = Background(name="beside"), []
+    for _ in range(2):
+        background.begin(lambda: threads.append(threading.current_thread())).result()
+        background.end()
+    background.end()
+    assert threads[0] is not threads[1]

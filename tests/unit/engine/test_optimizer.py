@@ -292,7 +292,7 @@ def test_settings_are_what_the_constructor_takes_not_what_an_optimizer_keeps():
     ("changes", "message"),
     [
         ({"lr": 0.0}, "optimizer.lr=0.0 must be positive"),
-        ({"weight_decay": -1.0}, "weight_decay=-1.0 must be 0 or"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0 must be 0 or more."),
         ({"decay": "biases"}, "optimizer.decay=biases must be matrices or all"),
     ],
 )

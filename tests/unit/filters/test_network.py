@@ -158,7 +158,7 @@ def test_more_channels_than_the_network_has_are_refused(files: str) -> None:
 def test_a_network_of_one_size_is_refused_any_other(tmp_path: Path) -> None:
     path = onnx_files.two_maps(tmp_path / "fixed.onnx", size=64)
     assert both_halves(stored(path, resize=64), pictures(1, 50, 70), 0).shape == (1, 1, 50, 70)
-    with pytest.raises(ConfigError, match=r"task.filter.resize=32: this network takes pictures of \[64, 64\] px alone"):
+    with pytest.raises(ConfigError, match=r"task.filter.resize=32: this network takes \[64, 64\] px alone"):
         stored(path, resize=32).sample_transform()
 
 
@@ -185,8 +185,8 @@ def test_a_process_opens_a_network_once(files: str) -> None:
     [
         ({"channels": 0}, "channels=0 must be at least 1: the number of channels that the network makes"),
         ({"resize": 0}, "resize=0 must be at least 1: the side in pixels of a copy"),
-        ({"std": [1.0, 1.0, 0.0]}, "give three numbers each, for red, green and blue"),
-        ({"mean": [0.5]}, "give three numbers each, for red, green and blue"),
+        ({"std": [1.0, 1.0, 0.0]}, "give three numbers each, for RGB"),
+        ({"mean": [0.5]}, "give three numbers each, for RGB"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, object], message: str) -> None:

@@ -14,7 +14,7 @@ import io
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -156,7 +156,7 @@ def train(*overrides: str | DictConfig, config_dir: str | Path | None = None) ->
     given = _given(overrides, config_dir)
     cfg, folder = _checked(given, preflight), Path.cwd()
     log = log_shown(logging.INFO if is_main() else logging.WARNING)
-    with settings_kept(), log, _explained(), _hydra(_state(given)):
+    with settings_kept(), log, _explained(), replaced(HydraConfig.instance(), "cfg", _state(given)):
         train_command(cfg)
     return Run.of(folder / cfg.run.dir)
 
@@ -240,7 +240,7 @@ def _given(overrides: Sequence[str | DictConfig], config_dir: str | Path | None)
 def _composed(overrides: Sequence[Any], config_dir: str | Path | None) -> DictConfig:
     """Return the configuration that overrides describe, not checked."""
     prepare_process()
-    with _explained(), _hydra(None), texts_checked():
+    with _explained(), replaced(HydraConfig.instance(), "cfg", None), texts_checked():
         if odd := [type(each).__name__ for each in overrides if not isinstance(each, str)]:
             raise ConfigError(
                 "give overrides as texts, key=value, one after the other (of a list: *overrides); or one configuration "
@@ -283,7 +283,7 @@ def _state(cfg: DictConfig) -> Any:
 
 def _checked(cfg: DictConfig, check: Callable[[DictConfig], DictConfig]) -> DictConfig:
     """Return a configuration as `check` does, all values resolved."""
-    with _explained(), _hydra(_state(cfg)):
+    with _explained(), replaced(HydraConfig.instance(), "cfg", _state(cfg)):
         return check(cfg)
 
 
@@ -309,11 +309,6 @@ def settings_kept() -> Iterator[None]:
         torch.backends.cudnn.benchmark = benchmark
         if not collects:
             gc.disable()
-
-
-def _hydra(state: Any) -> AbstractContextManager[None]:
-    """Set Hydra's global configuration to `state` within the block."""
-    return replaced(HydraConfig.instance(), "cfg", state)
 
 
 @contextmanager

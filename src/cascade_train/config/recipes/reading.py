@@ -33,19 +33,14 @@ NUMBER = re.compile(r"[+-]?(?=\.?\d)(0|[1-9]\d*)?(\.\d*)?(e[+-]?\d+)?")
 
 
 def read_source(path: Path) -> Any:
-    """Return the nested values of a file, by its ending; interpolations of YAML are resolved where they can be.
-
-    Raises:
-        ConfigError: it is not there, too large, not of its form, or holds no keys and values.
-    """
+    """Return the nested values of a file, by its ending; a ConfigError where there are none."""
     return parsed(read_regular(path, limit=MAX_BYTES), path)
 
 
 def read_linked(name: str, source: Path) -> tuple[Path, bytes]:
-    """Return a file that a configuration names, from its folder or from one above it, and its content.
+    """Return a small regular file inside the folder of the configuration that names it, and its content.
 
-    Raises:
-        ValueError: it is no small regular file inside the folder of the configuration, or a link leads to it.
+    Names may begin at that folder or at one above it; a ValueError for any other file, and for links.
     """
     folder = source.absolute().parent
     for base in (folder, *folder.parents[:3]):
@@ -56,11 +51,7 @@ def read_linked(name: str, source: Path) -> tuple[Path, bytes]:
 
 
 def parsed(content: bytes, path: Path) -> Any:
-    """Return the values of a text, by the ending of its file.
-
-    Raises:
-        ConfigError: it is not of its form, or holds no keys and values.
-    """
+    """Return the values of a text, by the ending of its file; a ConfigError where they are none."""
     form, reader = READERS.get(path.suffix, ("YAML", _read_yaml))
     try:
         source = reader(content.decode("utf-8-sig"))
@@ -118,11 +109,7 @@ def read_environment(text: str) -> dict[str, Any]:
 
 
 def read_flags(text: str) -> dict[str, Any]:
-    """Return flags as they are typed behind a script, `--key value`, `--key=value` or `--key` alone.
-
-    Raises:
-        ConfigError: quotes that do not close, or a value before the first flag.
-    """
+    """Return flags as they are typed behind a script, `--key value`, `--key=value` or `--key` alone."""
     try:
         words = shlex.split(text)
     except ValueError as error:

@@ -19,6 +19,8 @@ same key of ours, the later goes before the earlier.
 
 A key of ours that begins with a dot belongs to the source that a dataset becomes. `choices` say by which keys a file
 chooses a model and a task, `defaults` what its trainer takes where a file says nothing, by its keys or by ours.
+`towers`: the keys by which text towers train (`frozen`: do not train), those of their rates, and of the default rate
+(`own`), and the layers that get adapters.
 """
 
 from __future__ import annotations
@@ -134,11 +136,9 @@ def _fitting(row: Any, recipe: Recipe) -> dict[str, Any]:
 
 
 def meant(key: str, row: Values, given: Values, source: Path) -> dict[str, Any] | None:
-    """Return the values of ours that a value comes to, by key; None where it has no equivalent.
+    """Return the values of ours that a value means, by key; None where it has no equivalent.
 
-    Raises:
-        LeftError: it is left to the user.
-        ConfigError: it is of another type than its trainer reads.
+    Raises a LeftError for a value that is left to the user, and a ConfigError for one of another type.
     """
     value = given[key]
     try:

@@ -1,7 +1,4 @@
-"""Encoded picture -> upright uint8 RGB pixels, and the size of a picture from its header.
-
-Which part of the pixels is used, and at which size, is decided in framing.py.
-"""
+"""Encoded picture -> upright uint8 RGB pixels, and the size of a picture from its header. Cropping: framing.py."""
 
 from __future__ import annotations
 

@@ -43,14 +43,13 @@ class FeedRequest:
     """Every sample comes once an epoch in its own shape, whatever the source's leftover, replacement and random_share;
     what fills up a batch has weight 0. For validation and for showing."""
     gather: Callable[[Any], list[Any]] | None = None
-    """Collects a value of every rank, in rank order, for feeds whose ranks have different states; None = one rank."""
+    """Collects a value of every rank, in rank order, for streams; None = one rank."""
 
 
 class Feed(abc.ABC):
     """An endless iterator over optimizer steps, each a list of this rank's micro-batches of one shape.
 
-    Rank and worker only decide who reads what. The state is equal on all ranks, so that any number of ranks and workers
-    may continue it.
+    Rank and worker only decide who reads what; any number of them may continue a state.
     """
 
     _order: Order
@@ -81,7 +80,7 @@ class Feed(abc.ABC):
         return self._order.report()
 
     def steps_of_epochs(self, epochs: int) -> int:
-        """Return how many optimizer steps the first `epochs` epochs take; the last may open the next epoch."""
+        """Return the optimizer steps of the first `epochs` epochs; the last may open the next."""
         return self._order.steps_of_epochs(epochs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,7 +88,7 @@ class Feed(abc.ABC):
         return self._order.state(self.position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the state was taken; a ConfigError where it does not fit, and `data.on_change` is refuse."""
+        """Continue at a state; a ConfigError where it does not fit and `data.on_change` is refuse."""
         self.seek(self._order.restore(state))
 
     @abc.abstractmethod
@@ -183,7 +182,7 @@ class SkippedCount:
     """Unreadable samples that one rank met: `each` once, in the order met, for the reason it had first."""
 
     def __init__(self, samples: int | None, max_share: float) -> None:
-        """Take how many samples take part, None = unknown, and the share of unreadable ones that stops a run."""
+        """Store the number of samples, None = unknown, and the share of unreadable ones that stops a run."""
         self.each: list[Unreadable] = []
         self._names = set[str]()
         self._samples, self._max_share, self._seen = samples, max_share, 0

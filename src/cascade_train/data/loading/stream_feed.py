@@ -173,7 +173,7 @@ def choose_streams(global_batch_size: int, tars: int) -> int:
 
 
 def helpful_workers(wanted: int, streams: int) -> int:
-    """Return how many workers take equal numbers of streams: the largest divisor up to `wanted`; 0 = none wanted."""
+    """Return the largest number of workers up to `wanted` that divides the streams; 0 = none wanted."""
     return max((workers for workers in range(1, min(wanted, streams) + 1) if streams % workers == 0), default=0)
 
 

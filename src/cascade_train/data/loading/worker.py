@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 def failure(what: str, error: Exception) -> RunError:
-    """Return the error being handled as one of `what`, which may cross a process border; a note has its traceback."""
+    """Return the error being handled as one that may cross processes, its traceback as a note."""
     cause = str(error) if isinstance(error, ConfigError | RunError) else f"{type(error).__name__}: {error}"
     return _traced(f"{what}: {line_of_user(error)}{cause}")
 
@@ -143,7 +143,7 @@ class MicroBatches(Dataset[Batch | RunError]):
         raise RunError(f"unreadable, and so are the samples after it: {by_reason(skipped)}")
 
     def _candidates(self, row: int, step: Step) -> Iterator[int]:
-        """Yield the row, those of its shape from the next one on, and then, where it is alone in it, all others."""
+        """Yield the row, those of its shape from the next one on, and then all others."""
         same = self._stand_ins[step.height, step.width]
         place = int(np.searchsorted(same, row, side="right"))
         yield from itertools.chain([row], (int(same[(place + i) % len(same)]) for i in range(len(same))))
@@ -297,7 +297,7 @@ def _raised_deaths() -> Iterator[None]:
 
 @contextmanager
 def _logged_wait(whereabouts: Callable[[], str]) -> Iterator[None]:
-    """Log a warning once a minute for as long as the body takes; `whereabouts` is called in another thread."""
+    """Log a warning once a minute while the body runs; `whereabouts` is called in another thread."""
     done = threading.Event()
 
     def watch() -> None:

@@ -150,17 +150,11 @@ class Report:
         found = self.survey
         unknown, own = int((found.width_N == 0).sum()), found.shapes[0]
         best = min(found.shapes, key=lambda each: each.much)
+        cropped = f"{own.much} samples lose more than {MUCH:.0%} to cropping"
         better = f"data.aspect_ratios={best.aspect_ratios} leaves {best.much} of them" if best.much < own.much else ""
         return {
-            "header": Finding(
-                text=f"{unknown} have no readable header, so their size is unknown",
-                cost=unknown / max(1, found.pictures),
-            ),
-            "cropped": Finding(
-                text=f"{own.much} samples lose more than {MUCH:.0%} to cropping",
-                cost=own.cropped if own.much else 0.0,
-                remedy=better,
-            ),
+            "header": Finding(f"{unknown} have no readable header: unknown size", unknown / max(1, found.pictures)),
+            "cropped": Finding(text=cropped, cost=own.cropped if own.much else 0.0, remedy=better),
             "unfilled": Finding(
                 text=f"{self.unfilled} samples fill no batch of their shape and are dropped, other ones each epoch",
                 cost=self.unfilled / max(1, found.samples),

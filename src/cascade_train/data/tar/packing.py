@@ -50,7 +50,7 @@ def pack(source: PictureFolder, out: Path, *, name: str, samples_per_shard: int,
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     tars, digests, left_out = list[Path](), dict[str, bytes](), list[tuple[str, str]]()
-    samples = _samples(source, seed, digests, left_out)
+    samples = _read_samples(source, seed, digests, left_out)
     try:
         for first in samples:
             of_tar = itertools.chain([first], itertools.islice(samples, samples_per_shard - 1))
@@ -83,7 +83,7 @@ def check_tars(tars: list[Path], digests: Mapping[str, bytes]) -> None:
         raise RunError(f"{len(wrong)} of {len(digests)} samples read back differently, such as {wrong[0]}: try again")
 
 
-def _samples(
+def _read_samples(
     source: PictureFolder, seed: int | None, digests: dict[str, bytes], left_out: list[tuple[str, str]]
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples of a folder; fill in their digests by key, and path and reason of pictures left out."""
@@ -96,7 +96,7 @@ def _samples(
             assert isinstance(raw.image, bytes)
             decode(raw.image, (1 << 15, 1 << 15), max_pixels=source.max_pixels)  # whole, not at a fraction
             values = {"path": path, **source.values_of(row)}
-            extension, image = _stored(path, raw.image)
+            extension, image = _encode_for_tar(path, raw.image)
         except UnreadableSampleError as error:
             left_out.append((path, str(error)))
             continue
@@ -110,7 +110,7 @@ def _samples(
         yield {"__key__": key, extension: image, "txt": raw.caption.encode(), "json": text, **mask}
 
 
-def _stored(path: str, image: bytes) -> tuple[str, bytes]:
+def _encode_for_tar(path: str, image: bytes) -> tuple[str, bytes]:
     """Return the extension and content of a picture in a tar: its own where a tar may hold it, else png."""
     extension = path.rpartition(".")[2].lower().replace("jfif", "jpg")
     if extension in IMAGE_EXTENSIONS:

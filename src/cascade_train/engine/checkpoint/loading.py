@@ -107,16 +107,14 @@ def follow_groups(state: dict[str, Any], table: Metadata) -> None:
             stored[path[1]][path[4]][path[5]] = None
     for name, phase in state.get("phases", {}).items():
         ours, theirs = phase.get("optimizer", {}).get("param_groups", []), stored.get(name, {})
-        kinds = {frozenset(group): {key: _room_for(value) for key, value in group.items()} for group in ours}
+        kinds = {  # with a tensor to read each tensor into; plain values are replaced
+            frozenset(group): {k: torch.empty_like(v) if isinstance(v, Tensor) else None for k, v in group.items()}
+            for group in ours
+        }
         if ours and kinds.keys() == {frozenset(group) for group in theirs.values()}:
             phase["optimizer"]["param_groups"] = [
                 copy.deepcopy(kinds[frozenset(theirs[place])]) for place in sorted(theirs)
             ]
-
-
-def _room_for(value: object) -> Tensor | None:
-    """Return a tensor to read one into; None for a plain value, which is put in its place."""
-    return torch.empty_like(value) if isinstance(value, Tensor) else None
 
 
 class _TableReader(FileSystemReader):

@@ -33,17 +33,14 @@ class UnreadableList:
         try:
             if self._listed is None:
                 self._listed = {json.loads(line)["sample"] for line in read_whole_lines(self._path)}
-            new = {each.name: _line(each, step) for each in met if each.name not in self._listed}
+            new = {each.name: each.reason for each in met if each.name not in self._listed}
+            reasons = {name: redact(shortened(reason, LONGEST_REASON)) for name, reason in new.items()}
+            rows = [{"sample": name, "reason": reason, "step": step} for name, reason in reasons.items()]
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            append_durably(self._path, "".join(new.values()))
+            append_durably(self._path, "".join(json.dumps(row) + "\n" for row in rows))
             self._listed.update(new)
         except (OSError, ValueError, LookupError, TypeError) as error:
             log.warning(
                 "%s could not be written, or read before (%s); the log names the unreadable samples", self._path, error
             )
         self._written = len(self._met)
-
-
-def _line(unreadable: Unreadable, step: int) -> str:
-    reason = redact(shortened(unreadable.reason, LONGEST_REASON))
-    return json.dumps({"sample": unreadable.name, "reason": reason, "step": step}) + "\n"

@@ -253,7 +253,7 @@ def test_everydream_with_the_files_that_it_names(tmp_path: Path, capsys: pytest.
         "data.captions.tags.keep_first": 2,
     })  # fmt: skip
     assert (cfg.data.aspect_ratios, cfg.data.flip_prob, cfg.model.image_size) == ("wide", 0.5, 768)
-    assert cfg.lr_scheduler._target_.endswith("CosineSchedule")
+    assert cfg.lr_scheduler._target_.endswith("CosineDecaySchedule")
     said = capsys.readouterr().out
     assert "enable_zero_terminal_snr: the schedule is the objective's" in said
     assert "disable_textenc_training: text towers of" in said.replace("optimizer.text_encoder_overrides.lr, ", "")

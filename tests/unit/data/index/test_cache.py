@@ -35,7 +35,7 @@ def _refuse(*_: Any, **__: Any) -> None:
 def test_a_lock_that_may_not_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "unlink", _refuse)
     read = []
-    with tar_index._one_reader(tmp_path / "a.npz", SimpleNamespace(is_remote=True)):  # type: ignore[arg-type]
+    with tar_index._lock_remote(tmp_path / "a.npz", SimpleNamespace(is_remote=True)):  # type: ignore[arg-type]
         read.append("a")
     assert read == ["a"]
     assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]

@@ -105,14 +105,6 @@ def test_pass_rates_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "data.size_filters aspect_ratio: <= 2: 4 of 6 samples pass (66.7%)" in caplog.text
 
 
-def test_many_samples_of_few_sizes_are_judged_by_their_sizes() -> None:
-    filters = parse_size_filters({"short_side": ">= 480"})
-    many = index(SIZES * 50_000)
-    selection = size_selection(filters, many)
-    assert selection.kept.sum() == 4 * 50_000
-    assert selection.kept[:6].tolist() == [True, True, False, True, False, True]
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -80,14 +80,6 @@ def test_a_state_continues_exactly_and_its_states_are_the_same(leftover: str, ra
         assert [again.state(p) for p in ahead] == [whole.state(p) for p in ahead]
 
 
-def test_every_rank_computes_the_same_steps_and_takes_its_part() -> None:
-    one, other = order(), order()
-    for position in range(40):
-        mine, theirs = one.step(position), other.step(position)
-        assert (mine.height, mine.width) == (theirs.height, theirs.width)
-        assert [*mine.part(0, 4).rows, *theirs.part(4, 8).rows] == mine.rows.tolist()
-
-
 @pytest.mark.parametrize("leftover", ["carry", "drop", "flush"])
 def test_another_batch_size_is_refused_or_continues_the_epoch(leftover: str, caplog: pytest.LogCaptureFixture) -> None:
     first = order(leftover=leftover)

@@ -72,13 +72,6 @@ def test_the_cache_lies_beside_the_data_and_is_used(tmp_path: Path, monkeypatch:
     assert first.dropped == again.dropped
 
 
-def test_a_rewritten_tar_is_indexed_again(tmp_path: Path) -> None:
-    path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
-    load_shard(tars.found(path), tmp_path / "cache")
-    tars.write(path, tars.samples(range(5)))
-    assert len(load_shard(tars.found(path), tmp_path / "cache").table) == 5
-
-
 def test_a_damaged_cache_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
     load_shard(tars.found(path), tmp_path / "cache")

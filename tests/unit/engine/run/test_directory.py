@@ -1,4 +1,4 @@
-"""Claiming a run directory, and what is refused."""
+"""Claiming a run directory, what is refused, and what a run says about where it ran."""
 
 import contextlib
 import dataclasses
@@ -6,6 +6,8 @@ import json
 import logging
 import shutil
 import signal
+import subprocess
+import sys
 from copy import deepcopy
 
 import pytest
@@ -15,7 +17,7 @@ import yaml
 from cascade_train.engine.checkpoint.folder import read_manifest, write_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.run import directory as module
-from cascade_train.engine.run.directory import claim, claimed
+from cascade_train.engine.run.directory import claim, claimed, describe_environment
 from cascade_train.errors import ConfigError, Interrupted, RunError
 from cascade_train.signals import Signals
 
@@ -469,3 +471,45 @@ def test_a_link_to_an_empty_folder_becomes_a_run(world, tmp_path, made):
     run.lock.release()
     run.withdraw()
     assert not target.exists()
+
+
+def test_the_description_is_json_and_complete(world):
+    found = json.loads(json.dumps(describe_environment()))
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["python"].startswith("3.")
+    assert found["ranks"] == 1
+    assert found["command_line"] == sys.orig_argv
+    assert found["cpu_threads"] == torch.get_num_threads()
+    assert {"time", "platform", "git_commit", "device", "cuda"} <= found.keys()
+
+
+def test_no_secret_of_the_command_line_or_the_environment_is_described(world, monkeypatch):
+    monkeypatch.setenv("SOME_API_TOKEN", "abcdef0123456789")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "cascade_train", "+task.password=hunter2", "task=lora"])
+    found = describe_environment()
+    assert found["command_line"] == ["python", "-m", "cascade_train", "+task.password=<redacted>", "task=lora"]
+    assert "abcdef0123456789" not in json.dumps(found)
+
+
+def test_a_package_that_is_missing_is_null():
+    assert module._version("no-such-package-here") is None
+
+
+def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path, monkeypatch):
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        done = subprocess.run(["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    git("init", "-q")
+    code = tmp_path / "code.py"
+    code.write_text("a = 1\n")
+    assert module._git_commit.__wrapped__(code) is None, "a file that is not tracked, as in a venv inside a checkout"
+    git("add", "code.py")
+    git("commit", "-qm", "one")
+    commit = git("rev-parse", "HEAD")
+    assert module._git_commit.__wrapped__(code) == commit
+    code.write_text("a = 2\n")
+    assert module._git_commit.__wrapped__(code) == f"{commit}+changes"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert module._git_commit.__wrapped__(code) is None, "without git"
