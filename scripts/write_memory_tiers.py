@@ -15,11 +15,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from cascade_train.assembly.planning.budget import Budget
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES
+from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, Budget
 from cascade_train.assembly.planning.fitting import TIERS_GB, changed, choose
 from cascade_train.assembly.planning.memory import memory_of, over_ranks
 from cascade_train.assembly.planning.rehearsal import ENCODERS

@@ -1,4 +1,4 @@
-"""The model of a run: the stage built, the task attached, what trains sharded and bound; and a record of its files."""
+"""Build the model of a run: stage, task, sharded phases; and record its files."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def compute_dtype(cfg: DictConfig) -> torch.dtype:
 
 
 def build_whole_model(cfg: DictConfig, parts: Parts, world: World) -> None:
-    """Build the stage and the task whole on each rank, in the dtype of compute, to look at results. Collective."""
+    """Build the stage and the task whole on each rank, in the dtype of compute. Collective."""
     from_every_rank(partial(build_modules, cfg, parts, world.device, network_dtype=compute_dtype(cfg)))
     fill(parts.stage, world.device)
 
 
 def fill(stage: Stage, device: torch.device) -> None:
-    """Give what the stage left on the meta device its values, of a sharded network this rank's share. Collective."""
+    """Fill this rank's share of a network on the meta device with its values. Collective."""
     if "network" in stage.left_out:
         return
     shares = materialise(stage.network, device)
@@ -71,7 +71,7 @@ def fill(stage: Stage, device: torch.device) -> None:
 
 
 def build_modules(cfg: DictConfig, parts: Parts, device: torch.device, *, network_dtype: torch.dtype) -> None:
-    """Build the stage and attach the task, in this process alone; the network may still be without values."""
+    """Build the stage and attach the task; the network may stay on the meta device."""
     parts.stage.build(device=device, network_dtype=network_dtype, frozen_dtype=compute_dtype(cfg))
     parts.task.attach(parts.stage, parts.objective, device)
     if "network" not in parts.stage.left_out:
@@ -129,7 +129,7 @@ def shard(cfg: DictConfig, phases: list[Phase], mesh: DeviceMesh, offload: Offlo
 
 
 def stored_dtype(cfg: DictConfig, parts: Parts) -> torch.dtype:
-    """Return the dtype that the network's weights are kept in: where they train that of `train.master_weights`."""
+    """Return the dtype of the network's weights, if they train `train.master_weights`."""
     stored, trains = DTYPES[cfg.train.master_weights.value], parts.task.trains_network
     if stored == torch.bfloat16 and not (trains and compute_dtype(cfg) == stored):
         reason = f"train.precision={cfg.train.precision.value} computes in fp32" if trains else "no network trains here"
@@ -184,7 +184,7 @@ def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
 
 
 def weight_specs(cfg: DictConfig, parts: Parts) -> list[WeightsSpec]:
-    """Return the files that the stage loads, except of parts that are left out, and the task's files on the hub."""
+    """Return the files that the stage loads, and the task's on the hub."""
     options = component_options(to_plain(cfg)["task"], "task.")
     files = [(option.key, option.value) for option in options if "File" in option.roles and _on_hub(option.value)]
     return [*parts.stage.weight_specs(), *(WeightsSpec(key=key, source=value) for key, value in files)]

@@ -1,4 +1,4 @@
-"""The composition root of a training run: open the data, claim the directory, and join the parts to a trainer."""
+"""The composition root of a training: open data, claim the directory, build the trainer."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def train_in(
     signals: Signals,
     heartbeat: Heartbeat,
 ) -> int:
-    """Train in a claimed directory, to the end and the exports, or to a stop; return the exit code. Collective."""
+    """Train in a claimed directory to the exports or a stop; return the exit code. Collective."""
     with run.withdrawn_on_failure():
         if run.resume_from is None:  # a run that began so goes on
             data.check_batch(cfg.train.global_batch_size)
@@ -235,7 +235,7 @@ def build_trainer(
 
 
 def in_steps(cfg: DictConfig, feed: Feed) -> DictConfig:
-    """Return a configuration whose cadences count steps, those of as many epochs where they counted these."""
+    """Return a configuration whose cadences count steps instead of epochs."""
     cfg = cfg.copy()
     for node in (cfg.checkpoint, cfg.validate):
         if node.every_epochs is not None:

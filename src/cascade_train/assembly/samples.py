@@ -1,4 +1,4 @@
-"""What a run shows of its progress: sample grids, validation on held-out samples, and reconstructions."""
+"""Sample grids, validation on held-out samples, and reconstructions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cascade_train.tasks.base import Painter, SampleSettings
 
 
 def read_sample_prompts(cfg: DictConfig) -> None:
-    """Put the prompts of the files that `sample.prompts` names in their place; a ConfigError where that fails."""
+    """Replace the files that `sample.prompts` names by their prompts."""
     if cfg.sample.prompts is not None:
         cfg.sample.prompts = read_prompts(cfg.sample.prompts, key="sample.prompts")
 
@@ -110,7 +110,7 @@ def build_reconstructions(
 
 
 def build_painter(cfg: DictConfig, parts: Parts, size: Sequence[int] | None = None) -> Painter:
-    """Return the task's painter with the settings in `cfg.sample`, for images of a height and width, or square ones."""
+    """Return the task's painter with the settings in `cfg.sample`; no size = square."""
     settings = SampleSettings(
         sampler=cfg.sample.sampler.value,
         steps=cfg.sample.steps,

@@ -60,8 +60,10 @@ def parallelize(
     if compile_units:
         compile_units_of(root, units, has_hooks=not is_whole(mesh, offload), fallback=compile_fallback)
     if is_whole(mesh, offload):
-        index = torch.cuda.current_device() if mesh.device_type == "cuda" else None
-        move([*root.parameters(), *root.buffers()], torch.device(mesh.device_type, index))
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+        )
+        move([*root.parameters(), *root.buffers()], device)
         group = mesh.get_group(0) if mesh.size() > 1 else None
         casts = compute_dtype != torch.float32 or any(p.dtype != compute_dtype for p in root.parameters())
         if group is not None or casts:

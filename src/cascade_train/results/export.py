@@ -53,7 +53,7 @@ def export_checkpoint(cfg: DictConfig, checkpoints: Path, world: World, *, step:
 
 
 def find_checkpoint(store: CheckpointStore, step: int | None) -> Path:
-    """Return the folder of the checkpoint of a step, None = of the newest; a ConfigError where there is none."""
+    """Return the folder of the checkpoint of a step, None = of the newest."""
     path = store.newest(has_optimizer=False) if step is None else store.directory / f"step_{step}"
     if path is None or not path.is_dir():
         there = ", ".join(map(str, store.steps())) or "none"
@@ -107,7 +107,7 @@ def _check(model: TrainedModel, decoder: TrainedModel) -> None:
 
 
 def _stored(model: TrainedModel, stage: Stage, dtype: str | None) -> dict[str, Tensor]:
-    """Return a stage's weights in the dtype that they are stored in, which may differ from that of compute."""
+    """Return a stage's weights in the dtype that they are stored in."""
     source = model.cfg.model.weights if model.export is None else str(model.export)
     network = build_plain_network(stage.family, stage.network.config, None)
     key = model.origin.partition("=")[0]

@@ -1,4 +1,4 @@
-"""Find what a user names as a trained model, its configuration and its network. Nothing is loaded here."""
+"""Find trained models, their configurations and networks. Nothing is loaded here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def find_model(source: str, *, key: str, part: str | None, allow_any_target: boo
 
 
 def _published(source: str, key: str, part: str | None) -> DictConfig:
-    """Return the configuration of weights of a published size, with the frozen parts that lie beside them."""
+    """Return the configuration of published weights and the frozen parts beside them."""
     if (cfg := pipeline_config(source)) is not None:
         return cfg
     model = _packaged_model(source, part) if is_packaged(source) else _size_of(source, key, part)
@@ -79,13 +79,13 @@ def _packaged_model(source: str, part: str | None) -> str:
 
 
 def whole_pipeline(source: str) -> tuple[Family, Path, str] | None:
-    """Return the family and the folder of a whole pipeline that a source is or holds, and the `model=` of its kind."""
+    """Return family, folder and `model=` of the whole pipeline that a source is or holds."""
     folder, kind = find_pipeline(source) or (Path(), "")
     return next(((each, folder, each.pipelines[kind]) for each in families() if kind in each.pipelines), None)
 
 
 def pipeline_config(source: str) -> DictConfig | None:
-    """Return the checked configuration of a training that would go on from a whole pipeline; None = it is none."""
+    """Return the checked configuration of a whole pipeline; None = it is none."""
     found = whole_pipeline(source)
     if found is None:
         return None

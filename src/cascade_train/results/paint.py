@@ -42,7 +42,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBatch:
-    """Prompts whose images are painted at once, each image's `numbers`, which seed its noise, and a user's images."""
+    """Prompts that are painted at once, the numbers that seed their noise, and a guide."""
 
     captions: tuple[str, ...]
     numbers: tuple[int, ...]
@@ -51,7 +51,7 @@ class PromptBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Pixels of a finished picture, and of what the first stage paints: its latents' size times their stride."""
+    """Pixels of a finished picture, and of the first stage's: its latents times their stride."""
 
     picture: Size
     painted: Size
@@ -197,7 +197,7 @@ def latent_sampler(model: TrainedModel, parts: Parts, sizes: Sizes, seed: int) -
 def latent_decoder(
     model: TrainedModel, compressor: Fingerprint, decoder: TrainedModel, parts: Parts, sizes: Sizes, seed: int
 ) -> Callable[[PromptBatch, Tensor], Tensor]:
-    """Return what decodes a batch's latents with a loaded Stage B; a ConfigError for latents of another compressor."""
+    """Return what decodes latents with a loaded Stage B, if they are of its compressor."""
     check_same_latents(model, compressor, decoder, Fingerprint.of(parts.stage))
     painter = build_painter(decoder.cfg, parts, sizes.picture)
 
@@ -218,7 +218,7 @@ def draws(seed: int, batch: PromptBatch, stream: str) -> Draws:
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Identity of a compressor: its class and a digest of its values, whatever file they were loaded from."""
+    """Identity of a compressor: class and digest of its values, whatever their file."""
 
     kind: str
     weights: str | None
@@ -271,7 +271,7 @@ class GuideFiles:
     side: int
 
     def guide(self, prompts: Sequence[int], numbers: Sequence[int]) -> Guide | None:
-        """Return the guide of images by indices of their prompts, and numbers that seed random choices; None = none."""
+        """Return the guide of images, by index of each one's prompt, and number."""
         if not (self.paths or self.starts or self.variations):
             return None
         return Guide(
@@ -294,7 +294,7 @@ class GuideFiles:
 
 
 def read_picture(key: str, path: str, size: Size) -> np.ndarray:
-    """Return a picture, or for the key "control" a map, as (C, *size) uint8, the middle of it in another shape."""
+    """Return a picture, for "control" a map, as (C, *size) uint8, center-cropped."""
     try:
         with open_regular(Path(path).expanduser(), limit=PICTURE_BYTES) as file, Image.open(file) as stored:
             upright = ImageOps.exif_transpose(stored)

@@ -55,25 +55,21 @@ def card(run: Path | None, out: Path, names: list[str], *, step: int | None = No
 
 def test_the_card_of_an_adapter_names_base_licence_library_and_what_loads_it(tmp_path: Path) -> None:
     made = card(run_with(tmp_path / "run"), tmp_path / "out", ["lora", "lora.comfyui.safetensors"])
-    found = made.data.to_dict()
-    assert found["base_model"] == "stabilityai/stable-cascade-prior"
-    assert found["base_model_relation"] == "adapter"
-    assert LICENSE.items() <= found.items()
-    assert (found["library_name"], found["pipeline_tag"]) == ("peft", "text-to-image")
-    assert found["tags"] == ["stable-cascade", "lora", "cascade_train"]
-    assert "# stars" in made.text
-    assert "`PeftModel.from_pretrained(network, 'lora')`" in made.text
-    assert "`models/loras`" in made.text
+    assert made.data.to_dict() == {
+        **{"base_model": "stabilityai/stable-cascade-prior", "base_model_relation": "adapter", **LICENSE},
+        **{"library_name": "peft", "pipeline_tag": "text-to-image"},
+        "tags": ["stable-cascade", "lora", "cascade_train"],
+    }
+    for shown in ("# stars", "`PeftModel.from_pretrained(network, 'lora')`", "`models/loras`"):
+        assert shown in made.text
 
 
 def test_the_card_holds_recipe_metrics_and_samples_but_no_secret_time_or_place(tmp_path: Path) -> None:
     made = card(run_with(tmp_path / "run"), tmp_path / "out", ["lora"])
-    assert "- Lora of StageC, from `stabilityai/stable-cascade-prior@abc:prior`" in made.text
-    assert "- loss: 0.4286" in made.text
-    assert "- validate/loss: 0.25" in made.text
-    assert "rank: 4" in made.text
-    for shown in ("- a.tar", "- pipe:cat b.tar", "- c.tar", "- https://host/d/e.tar"):
-        assert f"{shown}\n" in made.text
+    trained = ("- Lora of StageC, from `stabilityai/stable-cascade-prior@abc:prior`", "- loss: 0.4286", "rank: 4")
+    places = ("- a.tar\n", "- pipe:cat b.tar\n", "- c.tar\n", "- https://host/d/e.tar\n")
+    for shown in (*trained, "- validate/loss: 0.25", *places):
+        assert shown in made.text
     for hidden in ("somebody", "abc123", "images_per_second", str(tmp_path)):
         assert hidden not in made.text
     assert width_of(tmp_path / "out" / SAMPLES) == 3
@@ -100,7 +96,7 @@ def test_a_stage_of_ones_own_has_a_card(tmp_path: Path) -> None:
     assert "- Lora of Stage, from `random values`\n- data: WebDataset\n" in made.text
 
 
-def test_the_card_of_an_earlier_step_knows_nothing_of_later_ones(tmp_path: Path) -> None:
+def test_the_card_of_an_earlier_step_shows_nothing_of_later_ones(tmp_path: Path) -> None:
     made = card(run_with(tmp_path / "run"), tmp_path / "out", ["prior"], step=1)
     assert "- loss: 0.1429" in made.text
     assert "validate" not in made.text

@@ -52,14 +52,9 @@ def test_a_picture_lying_on_its_side_is_turned(tmp_path: Path) -> None:
                                    ("P", "a.png", 3), ("LA", "a.png", 1)]
 )  # fmt: skip
 def test_a_map_keeps_its_channels(mode: str, name: str, channels: int, tmp_path: Path) -> None:
-    path = picture(tmp_path, name, mode)
+    path = picture(tmp_path, name, mode, size=(1, 1))
     assert files(path, is_map=True).guide([0], [0]).image_BCHW.shape == (1, channels, 16, 16)
     assert files(path).guide([0], [0]).image_BCHW.shape == (1, 3, 16, 16)
-
-
-def test_the_smallest_picture_is_enough(tmp_path: Path) -> None:
-    made = files(picture(tmp_path, "a.png", size=(1, 1))).guide([0], [0])
-    assert made.image_BCHW.shape == (1, 3, 16, 16)
 
 
 def test_what_is_no_picture_is_refused(tmp_path: Path) -> None:

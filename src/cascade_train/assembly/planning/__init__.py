@@ -1,1 +1,1 @@
-"""Before a run: what it will hold, for how long it will train, and what it will leave on the disk."""
+"""Plan a run: memory, time and disk."""

@@ -100,7 +100,7 @@ def _key(value: Any) -> Any:
 
 @dataclass(slots=True)
 class _Record:
-    """Bytes, label, and the moments at which a storage was allocated and freed; None = it is still allocated."""
+    """A storage: bytes, label, and the ticks of its allocation and its end."""
 
     bytes: int
     label: str
@@ -167,7 +167,7 @@ class Allocations(TorchDispatchMode):
         return made
 
     def record(self, values: Iterable[Any]) -> None:
-        """Record the storages of the tensors among some values, each once; of a DTensor, this rank's part."""
+        """Record the storages of tensors, each once; of a DTensor, this rank's part."""
         for value in values:
             if isinstance(value, Tensor) and (storage := local(value).untyped_storage())._cdata not in self._allocated:
                 self._begin(storage)

@@ -1,4 +1,4 @@
-"""The memory that a training must fit; and GPUs by name: memory and speed, figures of their makers, none measured."""
+"""Memory budgets; and memory and speed of GPUs by name, as their makers state them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A GPU: gigabytes (10^9 bytes) of memory, and TFLOP/s of dense bf16 matrix products with fp32 accumulation."""
+    """A GPU: 10^9 bytes of memory, and TFLOP/s of dense bf16 products summed in fp32."""
 
     gb: int
     tflops: float
@@ -38,7 +38,7 @@ USABLE = 0.95
 """Share of a device's memory that a run may fill: the allocator's fragments take some."""
 
 HOST_USABLE = 0.8
-"""Share of the host's free memory that a run on a CPU may fill: data workers and the cache of files take some."""
+"""Share of the host's free memory that a run on a CPU may fill, beside data workers."""
 
 CONTEXT_BYTES = 600 * 10**6
 """CUDA context and the libraries' workspaces. Assumed, not measured."""
@@ -65,7 +65,7 @@ class Budget:
         return self.host_gb * 1e9 * HOST_USABLE
 
     def usable_bytes(self, asked_gb: float | str | None = None) -> float:
-        """Return the bytes that a run may fill of each device, or of the gigabytes that `memory.budget_gb` names."""
+        """Return the bytes that a run may fill of each device, or of `memory.budget_gb`."""
         gb = self.gb if asked_gb is None or isinstance(asked_gb, str) else asked_gb
         return gb * 1e9 * (USABLE if self.on_cuda else HOST_USABLE)
 

@@ -39,20 +39,20 @@ TIERS_GB = (16, 24, 48, 80)
 """Options of `memory`."""
 
 BOUND = ("optimizer.algorithm", "train.master_weights", "train.base_weights")
-"""Keys that a choice sets and that a run cannot change when it continues: its checkpoints depend on them."""
+"""Keys that a choice sets and on which the checkpoints of a run depend."""
 
 CHOSEN = ("ema.device", "activation_checkpointing", "parallel.cpu_offload", *BOUND)
 """Keys that a choice sets, beside the micro-batch size."""
 
 REDUCED = {"train.base_weights": {WEIGHTS, COPIES}, "optimizer.algorithm": {OPTIMIZER, UPDATE}}
-"""What at most is reduced by a saving that rounds: where that is too little, no step is rehearsed with it."""
+"""Labels that a saving reduces: without a fit even without them, it is not rehearsed."""
 
 Values = dict[str, Any]
 """Values of the configuration, by key."""
 
 
 def free_gb(device: torch.device, machine_ranks: int) -> tuple[float, float]:
-    """Return a device's free GB, with this process's context, and a rank's share of its host's, unlimited on a CPU."""
+    """Return a rank's free GB on its device, and on its host beside a GPU."""
     host = free_host_bytes() / machine_ranks / 1e9
     if device.type != "cuda":
         return host, math.inf
@@ -82,7 +82,7 @@ class Choice:
         return self.layout.host_bytes()
 
     def least_bytes(self, saving: Values) -> int:
-        """Return bytes of the peak at a micro-batch size of 1 without anything that a saving of `REDUCED` reduces."""
+        """Return bytes of the peak of one sample without the labels of `REDUCED`."""
         reduced = {label for key in saving for label in REDUCED[key]}
         return dataclasses.replace(self.layout, on_host=self.layout.on_host | reduced).total(1)
 
@@ -110,7 +110,7 @@ def is_asked(cfg: DictConfig) -> bool:
 
 
 def choose_or_skip(cfg: DictConfig, budget: Budget) -> Values:
-    """Return what to set, and log it; where no step can be rehearsed nothing, or a ConfigError if it is asked for."""
+    """Return what to set, and log it; nothing where no step can be rehearsed."""
     try:
         return decide(cfg, budget)
     except ConfigError:
@@ -127,7 +127,7 @@ def choose_or_skip(cfg: DictConfig, budget: Budget) -> Values:
 
 
 def decide(cfg: DictConfig, budget: Budget) -> Values:
-    """Return what to set, and log it. A run that continues keeps what it began with, where that still fits."""
+    """Return what to set, and log it; a continued run keeps its values while they fit."""
     bound, earlier = saved_settings(cfg, budget)
     stays, budget = changed(cfg, bound), dataclasses.replace(budget, kept={*budget.kept, *bound})
     choice = choose(changed(stays, {**earlier, "memory.budget_gb": None}), budget) if earlier else None
@@ -201,7 +201,7 @@ def _free(savings: Iterator[Values], cfg: DictConfig, budget: Budget) -> list[Va
 
 
 def _computed(cfg: DictConfig, values: Values, budget: Budget, sizes: Sequence[int]) -> Choice:
-    """Return the largest micro-batch size that fits with some values, or the smallest where none does."""
+    """Return the largest micro-batch size that fits with some values, else the smallest."""
     trial, share = changed(cfg, values), cfg.train.global_batch_size // budget.ranks
     whole, steps = memory_of(trial, on_cuda=budget.on_cuda)
     has_gb = budget.gb if budget.on_cuda else math.inf  # the device decides the mode, not what is asked for
@@ -214,7 +214,7 @@ def _computed(cfg: DictConfig, values: Values, budget: Budget, sizes: Sequence[i
 
 
 def exact_savings(cfg: DictConfig, budget: Budget) -> Iterator[Values]:
-    """Yield what leaves a run's numbers as they are, up to rounding, and nearly its speed; the cheapest first."""
+    """Yield savings that leave a run's numbers as they are, the cheapest first."""
     if budget.on_cuda and cfg.ema.decay is not None and cfg.ema.device is None:
         yield {"ema.device": "cpu"}
     if not cfg.activation_checkpointing and _builds_network(cfg):
@@ -235,7 +235,7 @@ def rounding_savings(cfg: DictConfig) -> Iterator[Values]:
 
 
 def offloading(cfg: DictConfig, budget: Budget) -> Iterator[Values]:
-    """Yield weights and optimizer on the host, where every step waits for the bus, unless the algorithm refuses it."""
+    """Yield weights and optimizer on the host, unless the algorithm refuses that."""
     target = (cfg.optimizer.get("algorithm") or {}).get("_target_")
     needs_whole = target == "torch.optim.Adafactor" or bool(target and class_constant(target, "needs_whole"))
     if budget.on_cuda and not needs_whole and not cfg.parallel.cpu_offload:
@@ -243,7 +243,7 @@ def offloading(cfg: DictConfig, budget: Budget) -> Iterator[Values]:
 
 
 def _builds_network(cfg: DictConfig) -> bool:
-    """Return whether the run has the stage's network, which checkpointing recomputes; a previewer's has none."""
+    """Return whether the run has the stage's network, which checkpointing recomputes."""
     return "network" not in build_parts(unloaded(cfg)).stage.left_out
 
 
@@ -276,7 +276,7 @@ def _setting(key: str, value: Any) -> str:
 
 
 def remedy(cfg: DictConfig, budget: Budget) -> str:
-    """Return what makes a run fit that does not: a micro-batch, else what memory=auto chooses, else what to try."""
+    """Return what makes a run fit: a micro-batch size, memory=auto, or what to try."""
     for asked in (None, AUTO):
         found = choose(changed(cfg, {"train.micro_batch_size": AUTO, "memory.budget_gb": asked}), budget)
         if found.fits:
@@ -286,7 +286,7 @@ def remedy(cfg: DictConfig, budget: Budget) -> str:
 
 
 def nothing_fits(cfg: DictConfig, least: Choice, budget: Budget) -> str:
-    """Say that nothing fits what was asked for, what was chosen instead, and the nearest tier that takes it."""
+    """Return the warning that nothing fits, with the choice and the nearest tier."""
     asked = cfg.memory.budget_gb
     key = "train.micro_batch_size=auto" if asked is None else f"memory.budget_gb={asked}"
     usable, limit = budget.usable_bytes(asked), budget.host_bytes
@@ -321,7 +321,7 @@ def saved_settings(cfg: DictConfig, budget: Budget) -> tuple[Values, Values]:
 
 
 def _continued(cfg: DictConfig) -> Path | None:
-    """Return the configuration of the run from whose checkpoint this one goes on; None = it starts anew."""
+    """Return the saved configuration of the run that is continued; None = none is."""
     folder, resume = Path(cfg.run.dir), cfg.run.resume
     if any(folder.glob("checkpoints/step_*")):
         return folder / CONFIG_NAME

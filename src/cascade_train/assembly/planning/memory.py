@@ -48,7 +48,7 @@ SIZES = (2, 3)
 """Micro-batches that are rehearsed: a batch of 1 would take other ways through some operations."""
 
 _REHEARSED: dict[str, tuple[Memory, Rehearsed]] = {}
-"""What this process has rehearsed, by configuration: a choice compares several, and a sweep repeats them."""
+"""Rehearsals of this process by configuration: a choice and a sweep repeat them."""
 
 STATE = (WEIGHTS, GRADIENTS, OPTIMIZER, AVERAGE)
 """What is split where weights are."""
@@ -75,7 +75,7 @@ class Memory:
     context: int = CONTEXT_BYTES
 
     def over(self, ranks: int) -> Memory:
-        """Return the memory of a rank that gathers weights, since they are split over several or lie on the host."""
+        """Return the memory of a rank that gathers weights, from others or from the host."""
         if ranks == 1 and WEIGHTS not in self.on_host:
             return self
         fixed = {name: curve / ranks if name in STATE else curve for name, curve in self.fixed.items()}
@@ -143,7 +143,7 @@ def over_ranks(cfg: DictConfig, memory: Memory, ranks: int, *, machine_ranks: in
 
 
 def memory_of(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, Rehearsed]:
-    """Rehearse a checked configuration; return the memory of one rank, whose weights are whole, and the steps."""
+    """Rehearse a checked configuration; return the memory of a single rank, and the steps."""
     bare = unloaded(cfg)
     is_cached = class_constant(cfg.data._target_, "is_cache")
     plain = to_plain(bare)

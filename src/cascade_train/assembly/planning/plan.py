@@ -194,18 +194,18 @@ def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples) -> 
 
 
 def _micro(batch: int, own: int, ranks: int) -> int | None:
-    """Return the largest micro-batch size up to the run's own that divides; None = the batch does not."""
+    """Return the largest micro-batch size up to the run's own; None = none divides."""
     share, rest = divmod(batch, ranks)
     return None if rest else max(size for size in divisors(share) if size <= own)
 
 
 def _largest(memory: Memory, share: int) -> dict[int, int | None]:
-    """Return the largest micro-batch size up to a rank's share of the batch that fits each of `SIZES_GB`."""
+    """Return the largest micro-batch size that fits each of `SIZES_GB`."""
     return {gb: memory.largest(gb * 1e9 * USABLE, range(1, share + 1), share) for gb in SIZES_GB}
 
 
 def _steps(cfg: DictConfig, samples: Samples) -> int | None:
-    """Return the optimizer steps of a run; without its data what its limits but epochs say; None = not known."""
+    """Return the optimizer steps of a run, without its data by limits alone; None = unknown."""
     if samples.steps is not None:
         return samples.steps
     seen = cfg.data.get("num_examples_to_see")
@@ -214,7 +214,7 @@ def _steps(cfg: DictConfig, samples: Samples) -> int | None:
 
 
 def _between_saves(cfg: DictConfig, samples: Samples) -> int | None:
-    """Return the steps between checkpoints; None = there is only the final one. Unknown epochs are taken as short."""
+    """Return the steps between checkpoints; None = there is only the final one."""
     rule = cfg.checkpoint
     if rule.every_epochs is None or samples.saved_steps is not None:
         return rule.every_steps if rule.every_epochs is None else samples.saved_steps
@@ -222,7 +222,7 @@ def _between_saves(cfg: DictConfig, samples: Samples) -> int | None:
 
 
 def _kept(cfg: DictConfig, steps: int | None) -> tuple[int, int]:
-    """Return how many checkpoints stay for being new at the end of a run, None = unknown, and how many at most else."""
+    """Return how many checkpoints stay for being new, and how many at most else."""
     rule = cfg.checkpoint
     if steps is None:
         return rule.keep_last or 1, rule.keep_best or 0

@@ -179,7 +179,7 @@ class _RecordedRun:
                 self._move_attributes(value, seen)
 
     def warm_up(self, prepared: Any) -> None:
-        """Compute the losses once: they make tables, such as those of noise levels, that later steps reuse."""
+        """Compute the losses once: they make tables, as of noise levels, that steps reuse."""
         self._allocations.label = ACTIVATIONS
         for bound in self.phases:
             bound.phase.loss(on_meta(prepared))
@@ -278,7 +278,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def unloaded(cfg: DictConfig) -> DictConfig:
-    """Return a configuration of the same sizes that names no weights, so that nothing is read to build it."""
+    """Return a configuration of the same sizes that names no weights to read."""
     cfg = cfg.copy()
     with open_dict(cfg):
         cfg.model.weights = None

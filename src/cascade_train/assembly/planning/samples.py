@@ -1,4 +1,4 @@
-"""The samples of a planned run, where they are on this machine: how many, their sizes, and the lengths of captions."""
+"""The samples of a planned run: how many, their sizes, and the lengths of captions."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _places(node: Any) -> Iterator[str]:
 
 
 def _sizes(part: Rows) -> list[tuple[int, int, int]]:
-    """Return height and width in pixels of each training size that occurs, and its number of samples, most first."""
+    """Return (height, width, number of samples) of each training size, most first."""
     width_N, height_N = (part.index.table[name][part.rows] for name in ("width", "height"))
     table = part.source.bucket_table(part.index)
     count_K = np.bincount(table.nearest(width_N, height_N), minlength=len(table.sizes_K2))

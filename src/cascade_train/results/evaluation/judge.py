@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from cascade_train.results.evaluation.measures import (
     load_networks,
     set_measures,
 )
-from cascade_train.results.evaluation.pictures import Folder, Originals, Work, make_pictures, missing, open_originals
+from cascade_train.results.evaluation.pictures import Folder, Originals, PictureMaker, Work, open_originals
 from cascade_train.results.evaluation.published import INCEPTION
 from cascade_train.results.evaluation.verdict import Verdict
 from cascade_train.results.find import TrainedModel
@@ -39,7 +40,7 @@ from cascade_train.results.paint import Sizes, fit_sizes
 log = logging.getLogger(__name__)
 
 SETTINGS = "settings.json"
-"""What the pictures in a folder depend on, so that those of another evaluation are not mistaken for them."""
+"""The file of a folder that names what its pictures depend on."""
 
 TINY_PX = 96
 """Pictures of tiny models, at most."""
@@ -72,7 +73,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Purpose:
-    """What a stage makes: `follows` pictures or paints from captions alone, and whether it `reconstructs` them."""
+    """Whether a stage `follows` pictures, not captions alone, and `reconstructs` them."""
 
     follows: bool
     reconstructs: bool
@@ -87,7 +88,7 @@ class Purpose:
 
 
 def measurable(settings: Settings, model: TrainedModel) -> Settings:
-    """Return settings with features to measure by where they name none: Inception's, or a tiny model's own."""
+    """Return settings with default features: Inception's, or a tiny model's own."""
     if settings.features is not None or settings.clip is not None or Purpose.of(model).reconstructs:
         return settings
     if model.cfg.model.image_size <= TINY_PX:
@@ -96,7 +97,7 @@ def measurable(settings: Settings, model: TrainedModel) -> Settings:
 
 
 class Judge:
-    """Evaluates models by the same settings; keeps the networks, and the features of the real pictures."""
+    """Evaluates models; keeps the networks and the features of the real pictures."""
 
     def __init__(self, settings: Settings, world: World) -> None:
         self.settings, self._world = settings, world
@@ -135,9 +136,9 @@ class Judge:
         plain = plain_settings(settings, model, decoder, work, sizes, stamp)
         from_rank_zero(lambda: claim(out, plain, run=run))
         folder = Folder(out)
-        if todo := missing(work, folder):
-            prepare()
-            make_pictures(model, decoder, work, folder, todo=todo, sizes=sizes, world=self._world)
+        PictureMaker(model=model, decoder=decoder, work=work, folder=folder, sizes=sizes, world=self._world).make(
+            prepare
+        )
         real = work.originals if purpose.reconstructs else real
         return Verdict(
             origin=model.origin,
@@ -181,13 +182,13 @@ class Judge:
         return self._originals
 
     def _work(self, purpose: Purpose, real: Originals | None) -> Work:
-        """Return what to make: images of the prompts, else of the captions of real pictures, or of these themselves."""
+        """Return what to make of the prompts, of real pictures' captions, or of these."""
         settings, size, source = self.settings, self.settings.batch_size, None
         prompts: Sequence[str] = settings.prompts[: settings.samples]
         if not settings.prompts:
             assert real is not None, "captions come from somewhere"
             source = real.first(settings.samples, seed=settings.seed)
-            prompts = self._captions(source)
+            prompts = from_rank_zero(partial(source.captions, range(len(source))))
         if purpose.follows:
             assert source is not None, "prompts of one's own are refused"
             return Work(captions=prompts, batches=source.batches(size), seed=settings.seed, originals=source)
@@ -195,11 +196,6 @@ class Judge:
         numbers = range(len(prompts))
         batches = [tuple(numbers[start : start + size]) for start in numbers[::size]]
         return Work(captions=prompts, batches=batches, seed=settings.seed, originals=None)
-
-    def _captions(self, source: Originals) -> list[str]:
-        ranks = self._world.ranks
-        parts = from_every_rank(lambda: source.captions(range(self._world.rank, len(source), ranks)))
-        return [parts[number % ranks][number // ranks] for number in range(len(source))]
 
     def _check_enough(self, work: Work, real: Originals | None) -> None:
         if self.settings.features is not None and real is not None and min(len(work.captions), len(real)) < LEAST:
@@ -271,7 +267,7 @@ def plain_settings(
 
 
 def _codec(model: TrainedModel) -> str | None:
-    """Return a digest of the weights of the Stage A that a Stage B decodes by; None = the model names none."""
+    """Return a digest of the weights of a Stage B's Stage A; None = it names none."""
     named = model.cfg.model.get("stage_a", {}).get("weights")
     return None if named is None else _stamp(str(named))
 
@@ -283,7 +279,7 @@ def _sampling(model: TrainedModel) -> dict[str, Any]:
 
 
 def weights_stamp(model: TrainedModel) -> str:
-    """Return a digest of names, sizes and times of the files that hold a model's weights; of the hub, their name."""
+    """Return a digest of names, sizes and times of a model's files, or its name on the hub."""
     return _stamp(str(model.cfg.model.weights if model.export is None else model.export))
 
 
@@ -301,7 +297,7 @@ def json_digest(value: Any) -> str:
 
 @contextmanager
 def locked(out: Path, world: World) -> Iterator[None]:
-    """Make the folder of an evaluation and lock it for the block; one left empty is removed. Collective."""
+    """Make and lock the folder of an evaluation; one left empty is removed. Collective."""
     lock = RunLock(out, key="out", other="out=")
     made = [path for path in (out, *out.parents) if not path.exists()]
 

@@ -29,7 +29,7 @@ NEIGHBOURS = 3
 """Of precision and recall (Kynkäänniemi et al. 2019)."""
 
 KID_SUBSET = 1000
-"""Pictures of each of the 100 subsets over which KID is a mean, as in torch-fidelity; fewer where there are fewer."""
+"""Pictures of each of KID's 100 subsets at most, as in torch-fidelity."""
 
 LEAST = NEIGHBOURS + 1
 """Pictures on each side that set measures need."""
@@ -126,7 +126,7 @@ class Pictures:
     world: World
 
     def features(self, extract: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the pictures' features in the order of their numbers, (N, D) fp32 on the host. Collective."""
+        """Return the pictures' features by number, (N, D) fp32 on the host. Collective."""
 
         def of(batch: tuple[int, ...]) -> Tensor:
             images = self.read(batch)
@@ -139,7 +139,7 @@ class Pictures:
         return self._rows(of)
 
     def caption_measures(self, captions: Sequence[str], clip: Clip) -> dict[str, float]:
-        """Return `clip_score`, the mean over all pictures, 0 at least, as torchmetrics has it. Collective."""
+        """Return `clip_score`, the mean, 0 at least, as torchmetrics has it. Collective."""
         score_N = self._rows(lambda batch: clip(self.read(batch), [captions[number] for number in batch]))
         return {"clip_score": max(0.0, float(score_N.mean()))}
 
@@ -166,7 +166,7 @@ class Pictures:
         return torch.stack(list(images)).to(self.world.device).float() / 255
 
     def _rows(self, of: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
-        """Return the rows that ranks make of their share of the batches, by the pictures' numbers. Collective."""
+        """Return the rows that ranks make of their batches, by number. Collective."""
         ranks = range(self.world.ranks)
         shares = [self.batches[rank :: self.world.ranks] for rank in ranks]
         gathered = from_every_rank(lambda: [of(batch) for batch in shares[self.world.rank]])

@@ -22,7 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cascade_train.assembly.components import build_component
+from cascade_train.assembly.components import Parts, build_component
 from cascade_train.assembly.samples import build_painter
 from cascade_train.batch import Batch
 from cascade_train.config.saved import composed
@@ -48,7 +48,10 @@ from cascade_train.results.paint import (
 )
 
 Numbers = tuple[int, ...]
-"""Numbers of pictures that are made at once, always these together, so that rounding is the same each time."""
+"""Numbers of pictures that are always made together, so that rounding is the same."""
+
+Make = Callable[[Numbers], None]
+"""Makes the files of a batch."""
 
 KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "csv", ".ndjson": "csv", ".parquet": "parquet"}
 """Option of `data` that reads a file, by its extension; a folder is data=folder, all else tars."""
@@ -58,7 +61,7 @@ AS_THEY_ARE = {"crop": "center", "flip_prob": 0.0}
 
 
 class Originals:
-    """Pictures of an opened source, numbered from 0, cropped to the middle at the sizes of its buckets."""
+    """Numbered pictures of an opened source, center-cropped to the sizes of its buckets."""
 
     def __init__(self, name: str, rows: Rows) -> None:
         self.name, self._rows = name, rows
@@ -84,14 +87,14 @@ class Originals:
         return self if count is None else Originals(self.name, self._rows.first(count, seed=seed))
 
     def batches(self, size: int) -> list[tuple[int, ...]]:
-        """Return the numbers of all pictures in batches of one shape, of at most `size`: the same ones each time."""
+        """Return the numbers of all pictures in batches of one shape, of at most `size`."""
         shapes: dict[tuple[int, int], list[int]] = {}
         for number, (height, width) in enumerate(self._sizes_N2.tolist()):
             shapes.setdefault((height, width), []).append(number)
         return [tuple(same[start : start + size]) for same in shapes.values() for start in range(0, len(same), size)]
 
     def read(self, numbers: Sequence[int]) -> Batch:
-        """Read pictures of one shape, (B, 3, H, W) uint8, and their captions; a RunError names one that is damaged."""
+        """Read pictures of one shape, (B, 3, H, W) uint8; a RunError names a damaged one."""
         rows = self._rows.rows[list(numbers)]
         height, width = self._sizes_N2[numbers[0]].tolist()
         made = self._reader[Step(rows=rows, epochs=np.zeros_like(rows), height=height, width=width)]
@@ -113,7 +116,7 @@ class Originals:
 
 
 def open_originals(cfg: DictConfig, real: Sequence[str], *, key: str = "real") -> Originals:
-    """Open the pictures that a user names, or, where none are, those that a run of a configuration held out."""
+    """Open the pictures that a user names, or else those that a run held out."""
     if not real:
         return Originals("the run's held-out pictures", _held_out(cfg, key))
     try:
@@ -192,6 +195,10 @@ class Folder:
         """The place of the name of the compressor that those latents belong to."""
         return self.path / "latents" / "compressor.json"
 
+    def has_pictures(self, batch: Numbers) -> bool:
+        """Return whether all pictures of a batch are there."""
+        return all(self.picture(number).is_file() for number in batch)
+
     def read(self, number: int) -> Tensor:
         """Return a picture, (3, H, W) uint8."""
         path = self.picture(number)
@@ -213,83 +220,76 @@ class Folder:
                     image.save(beside)
 
 
-def missing(work: Work, folder: Folder) -> list[Numbers]:
-    """Return the batches that have pictures to make. Collective."""
-    return from_rank_zero(
-        lambda: [batch for batch in work.batches if not all(folder.picture(number).is_file() for number in batch)]
-    )
+@dataclass(frozen=True, kw_only=True)
+class PictureMaker:
+    """Makes an evaluation's pictures; `sizes=None`: those of `work.originals`."""
 
+    model: TrainedModel
+    decoder: TrainedModel | None
+    work: Work
+    folder: Folder
+    sizes: Sizes | None
+    world: World
 
-def make_pictures(
-    model: TrainedModel,
-    decoder: TrainedModel | None,
-    work: Work,
-    folder: Folder,
-    *,
-    todo: Sequence[Numbers],
-    sizes: Sizes | None,
-    world: World,
-) -> None:
-    """Make the batches `todo`, each on one rank; `sizes` are those of prompts, None = those of `work.originals`.
+    def make(self, prepare: Callable[[], None]) -> None:
+        """Make the pictures that are missing, each batch on one rank, after `prepare`. Collective."""
+        folder = self.folder
+        todo = from_rank_zero(lambda: [each for each in self.work.batches if not folder.has_pictures(each)])
+        if not todo:
+            return
+        prepare()
+        from_rank_zero(folder.make)
+        if self.decoder is None:
+            self._share(self.model, todo, self._painter)
+        else:
+            left = from_rank_zero(lambda: [batch for batch in todo if not folder.latent(batch).is_file()])
+            if left:
+                self._share(self.model, left, self._sampler)
+            self._share(self.decoder, todo, self._decoder)
+        from_rank_zero(lambda: shutil.rmtree(folder.path / "latents"))
 
-    Collective.
-    """
-    from_rank_zero(folder.make)
-    if decoder is None:
-        _paint_with_one_stage(model, work, folder, todo, sizes, world)
-    else:
-        assert sizes is not None, "what follows pictures has no decoder"
-        _sample_latents(model, work, folder, todo, sizes, world)
-        with loaded(decoder, world) as parts:
-            sampled = Fingerprint(**load_mapping(folder.compressor, kind=str, digest=str))
-            decode = latent_decoder(model, sampled, decoder, parts, sizes, work.seed)
+    def _share(self, model: TrainedModel, batches: Sequence[Numbers], build: Callable[[Parts], Make]) -> None:
+        """Load a stage and do this rank's share of the batches; a failure reaches all ranks. Collective."""
+        with loaded(model, self.world) as parts:
+            make = build(parts)
+            own = batches[self.world.rank :: self.world.ranks]
+            from_every_rank(lambda: [make(batch) for batch in own])
 
-            def save(batch: Numbers) -> None:
-                folder.save(batch, decode(work.prompts(batch), load_file(folder.latent(batch))["latent"]))
-
-            _split(todo, save, world)
-    from_rank_zero(lambda: shutil.rmtree(folder.path / "latents"))
-
-
-def _paint_with_one_stage(
-    model: TrainedModel, work: Work, folder: Folder, todo: Sequence[Numbers], sizes: Sizes | None, world: World
-) -> None:
-    with loaded(model, world) as parts:
-
-        def save(batch: Numbers) -> None:
-            prompts, image_BCHW = work.prompts(batch), None
-            size: Sequence[int] | None = None if sizes is None else sizes.painted
-            if work.originals is not None:
-                image_BCHW = torch.stack(work.originals.images(batch)).to(parts.task.device).float() / 255
+    def _painter(self, parts: Parts) -> Make:
+        def paint(batch: Numbers) -> None:
+            prompts, image_BCHW = self.work.prompts(batch), None
+            size: Sequence[int] | None = None if self.sizes is None else self.sizes.painted
+            if self.work.originals is not None:
+                image_BCHW = torch.stack(self.work.originals.images(batch)).to(parts.task.device).float() / 255
                 size = image_BCHW.shape[-2:]
-            painter = build_painter(model.cfg, parts, size)
-            folder.save(batch, painter.paint(prompts.captions, image_BCHW, draws(work.seed, prompts, "generate")))
+            painter, noise = build_painter(self.model.cfg, parts, size), draws(self.work.seed, prompts, "generate")
+            self.folder.save(batch, painter.paint(prompts.captions, image_BCHW, noise))
 
-        _split(todo, save, world)
+        return paint
 
-
-def _sample_latents(
-    model: TrainedModel, work: Work, folder: Folder, todo: Sequence[Numbers], sizes: Sizes, world: World
-) -> None:
-    left = from_rank_zero(lambda: [batch for batch in todo if not folder.latent(batch).is_file()])
-    if not left:
-        return
-    with loaded(model, world) as parts:
-        sample, fingerprint = latent_sampler(model, parts, sizes, work.seed), Fingerprint.of(parts.stage)
-        from_rank_zero(lambda: folder.compressor.write_text(json.dumps(asdict(fingerprint))))
+    def _sampler(self, parts: Parts) -> Make:
+        sample = latent_sampler(self.model, parts, self._sizes(), self.work.seed)
+        fingerprint = json.dumps(asdict(Fingerprint.of(parts.stage)))
+        from_rank_zero(lambda: self.folder.compressor.write_text(fingerprint))
 
         def save(batch: Numbers) -> None:
-            latent_BCHW = sample(work.prompts(batch))
-            with replacing(folder.latent(batch), durable=False) as beside:
+            latent_BCHW = sample(self.work.prompts(batch))
+            with replacing(self.folder.latent(batch), durable=False) as beside:
                 save_file({"latent": latent_BCHW.cpu().contiguous()}, beside)
 
-        _split(left, save, world)
+        return save
 
+    def _decoder(self, parts: Parts) -> Make:
+        assert self.decoder is not None, "asked before"
+        sampled = Fingerprint(**load_mapping(self.folder.compressor, kind=str, digest=str))
+        decode = latent_decoder(self.model, sampled, self.decoder, parts, self._sizes(), self.work.seed)
 
-def _split(batches: Sequence[Numbers], work: Callable[[Numbers], None], world: World) -> None:
+        def save(batch: Numbers) -> None:
+            latent_BCHW = load_file(self.folder.latent(batch))["latent"]
+            self.folder.save(batch, decode(self.work.prompts(batch), latent_BCHW))
 
-    def do_share() -> None:
-        for batch in batches[world.rank :: world.ranks]:
-            work(batch)
+        return save
 
-    from_every_rank(do_share)
+    def _sizes(self) -> Sizes:
+        assert self.sizes is not None, "what follows pictures has no decoder"
+        return self.sizes

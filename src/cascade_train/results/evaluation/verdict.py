@@ -1,4 +1,4 @@
-"""The numbers of an evaluation, and where they are kept: its folder, the run's `evaluation.jsonl`, and its tracker."""
+"""The numbers of an evaluation, in its folder, the run's `evaluation.jsonl` and tracker."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Verdict:
 
 
 def publish(verdict: Verdict, folder: Path, *, run: Path | None, step: int | None, track: bool, is_main: bool) -> None:
-    """Write the numbers into the folder of the pictures, print them, and `keep` them at a run's step. Collective."""
+    """Write the numbers into the folder, print them, and `keep` them. Collective."""
     if is_main:
         verdict.write(folder)
         sys.stdout.write(f"{verdict.table()}\n{folder}\n")
@@ -130,7 +130,7 @@ def publish(verdict: Verdict, folder: Path, *, run: Path | None, step: int | Non
 
 
 def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_main: bool) -> None:
-    """Add the numbers to the `evaluation.jsonl` of a run and, with `track`, to its tracker, at a step. Collective."""
+    """Add the numbers to a run's `evaluation.jsonl` and, with `track`, its tracker. Collective."""
     plain = verdict.plain()
     numbers = {f"{EVALUATED}{name}": value for name, value in plain.pop("measures").items()}
     if is_main:
@@ -162,6 +162,6 @@ def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_
 
 
 def judged(run: Path, settings: str) -> set[tuple[int, str | None]]:
-    """Return steps and stamps of the checkpoints that were judged in this way, by a run's `evaluation.jsonl`."""
+    """Return steps and stamps of a run's checkpoints that were evaluated with these settings."""
     rows = evaluation_rows(run / EVALUATIONS)
     return {(row["step"], row.get("weights")) for row in rows if row.get("settings") == settings}

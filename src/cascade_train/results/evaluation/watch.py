@@ -1,4 +1,4 @@
-"""The checkpoints of a run, each exported and judged; also as they appear, beside a training that goes on."""
+"""Evaluate the checkpoints of a run, also as they appear while it trains."""
 
 from __future__ import annotations
 

@@ -273,13 +273,10 @@ def test_the_log_names_the_budget_that_was_asked_for_and_what_the_peak_is_comput
 
 
 def test_savings_that_cannot_suffice_are_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an optimizer the weights, copies and gradients in fp32 are too large: only bf16 weights may fit."""
-    cfg = checked(*TINY, "task=finetune", "memory=auto", "activation_checkpointing=true", "parallel.cpu_offload=false")
-    small = changed(cfg, {"optimizer.algorithm": _of_8_bits(cfg.optimizer), "train.master_weights": "bf16"})
-    budget, tried = budget_for(small, 1, "parallel.cpu_offload"), []
-    real = fitting.memory_of
-    monkeypatch.setattr(fitting, "memory_of", lambda trial, **options: tried.append(trial) or real(trial, **options))
-    assert choose(cfg, budget).fits
-    assert [(each.optimizer.algorithm._target_[-9:], each.train.master_weights) for each in tried] == [
-        ("m.AdamW", "fp32"), ("AdamW8bit", "bf16")
-    ]  # fmt: skip
+    """Except the last, which is among those of which the one that needs least is taken."""
+    cfg = checked(*TINY, "task=finetune", "memory=auto", "activation_checkpointing=true")
+    rehearse, tried = memory_of, []
+    monkeypatch.setattr(fitting, "memory_of", lambda cfg, **more: tried.append(cfg) or rehearse(cfg, **more))
+    assert not choose(cfg, Budget(gb=0.1, kept=("parallel.cpu_offload",))).fits
+    names = [(each.optimizer.algorithm._target_.rpartition(".")[2], each.train.master_weights) for each in tried]
+    assert names == [("AdamW", "fp32"), ("AdamW8bit", "bf16")]
