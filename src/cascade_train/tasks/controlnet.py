@@ -106,15 +106,9 @@ class ControlNet(TextToImage):
         self._control = stage.add_control(self._options(), device)
 
     def _options(self) -> ControlOptions:
-        return ControlOptions(
-            channels=self.filter.channels,
-            filter=self.filter.node(),
-            weights=self.weights,
-            blocks=self.blocks,
-            bottleneck=self.bottleneck,
-            backbone_weights=self.backbone_weights,
-            seed=self.seed,
-        )
+        own = ("weights", "blocks", "bottleneck", "backbone_weights", "seed")
+        options = {name: getattr(self, name) for name in own}
+        return ControlOptions(channels=self.filter.channels, filter=self.filter.node(), **options)
 
     def sample_transform(self) -> SampleTransform:
         """Return the filter's half that runs in the data workers."""

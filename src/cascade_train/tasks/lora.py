@@ -115,19 +115,9 @@ class LoRA(TextToImage):
         return {name: each for name, each in encoders if any(p.requires_grad for p in each.module.parameters())}
 
     def _inject(self, module: nn.Module, filters: list[str] | None, key: str, without: Sequence[str] = ()) -> None:
-        inject_lora(
-            module,
-            rank=self.rank,
-            alpha=self.alpha,
-            dropout=self.dropout,
-            module_filters=filters,
-            seed=self.seed,
-            init=self.init,
-            dora=self.dora,
-            joint_qkv=self.joint_qkv,
-            key=key,
-            without=without,
-        )
+        own = ("rank", "alpha", "dropout", "seed", "init", "dora", "joint_qkv")
+        options = {name: getattr(self, name) for name in own}
+        inject_lora(module, module_filters=filters, key=key, without=without, **options)
         set_adapter_mode(module)
 
     def summary(self) -> str:

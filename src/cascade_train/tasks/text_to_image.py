@@ -22,17 +22,7 @@ from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.stage import Conditions, Images, Products, Stage, Steering, Tokens
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.options import Share, check_fields
-from cascade_train.tasks.base import (
-    Draws,
-    Guide,
-    Painter,
-    Phase,
-    Predictor,
-    SampleSettings,
-    StepOutput,
-    Task,
-    weighted,
-)
+from cascade_train.tasks.base import Draws, Guide, Painter, Phase, Predictor, SampleSettings, StepOutput, Task, weighted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +118,7 @@ class TextToImage(Task):
         return {"network": self.stage.network, **{name: each.module for name, each in self.trained_towers().items()}}
 
     def phases(self) -> list[Phase]:
-        """Return the one phase, whose roots are the network and the text towers that train.
-
-        Every trainable parameter must lie under a sharded root, else ranks would not share its gradient.
-        """
+        """Return the one phase; its roots hold every trainable parameter, so that ranks share all gradients."""
         towers = self.trained_towers()
         units = {"network": self.stage.units(), **{name: each.units() for name, each in towers.items()}}
         lrs = {name: each.lr for name, each in towers.items() if each.lr is not None}
@@ -360,10 +347,7 @@ class DiffusionPainter(Painter):
         return ImageNoise(generators=generators, shape=self.shape, device=self.task.device)
 
     def _start(self, image_BCHW: Tensor, guide: Guide, noise: ImageNoise) -> dict[str, Any]:
-        """Return the start of image-to-image sampling: pictures noised to a time, with that share of the steps left.
-
-        From Stable Cascade, image_to_image.ipynb.
-        """
+        """Return pictures noised to a time, and that share of the steps (Stable Cascade, image_to_image.ipynb)."""
         objective, device = self.task.objective, self.task.device
         x0_BCHW = self.task.stage.encode(image_BCHW.to(device).float() / 255)
         logsnr_B = objective.schedule(

@@ -334,9 +334,7 @@ def test_a_bare_file_is_asked_about_and_its_filter_is_doubted(
     path = bare(trained, tmp_path)
     with pytest.raises(ConfigError, match=r"4 projections of task.bottleneck=small for maps of 3 channels"):
         make(weights=path)
-    with pytest.raises(
-        ConfigError, match=r"task.weights=.* with the blocks \[0, 1, 6, 9\]: this model executes 8 .* 9 is"
-    ):
+    with pytest.raises(ConfigError, match=r"task.weights=.* with the blocks \[0, 1, 6, 9\]: this model .* 9 is"):
         make(weights=path, blocks=[0, 1, 6, 9])
     with pytest.raises(ConfigError, match=r"takes maps of 3 channels, task.filter makes 16; choose its filter"):
         make(Latent(), weights=path, blocks=[0, 1, 6, 7])

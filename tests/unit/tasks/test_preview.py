@@ -179,14 +179,6 @@ def test_another_stage_has_no_previewer() -> None:
         task.attach(make_stage("a_tiny"), None, CPU)
 
 
-@pytest.mark.parametrize("given", [{"cond_drop_prob": 0.1}, {"image_keep_prob": 0.5}])
-def test_options_of_stage_b_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"task.{next(iter(given))}=.*is for Stage B; what trains by this objective sees"
-    ):
-        component("task", "reconstruction", **given).for_objective(component("objective", "preview"))
-
-
 def test_a_distance_is_a_number_for_each_picture() -> None:
     image, original = torch.zeros(2, 3, 4, 6), torch.stack([torch.full((3, 4, 6), value) for value in (0.5, -2.0)])
     absolute, squared = (component("objective", "preview", pixel=pixel).pixels for pixel in ("l1", "l2"))

@@ -23,6 +23,7 @@ from cascade_train.models.lora import (
     LoraSpec,
     StoredLora,
     TrainedTokens,
+    adapted_layers,
     adapted_modules,
     lora_spec,
 )
@@ -278,11 +279,10 @@ def _network_shapes(tensors: Mapping[str, Tensor]) -> list[Shape]:
 
 def module_shapes(network: nn.Module) -> dict[str, Shape]:
     """Return the shapes of the weights of a network's own modules by name, adapters left out, in its order."""
-    from peft.tuners.lora import LoraLayer
-
     shapes: dict[str, Shape] = {}
+    adapted = dict(adapted_layers(network))
     for name, module in network.named_modules():
-        inner = module.get_base_layer() if isinstance(module, LoraLayer) else module
+        inner = adapted[name].get_base_layer() if name in adapted else module
         weight = getattr(inner, "weight", None)
         if isinstance(weight, nn.Parameter) and ".lora_" not in name and not name.endswith(".base_layer"):
             shapes[name] = tuple(weight.shape)

@@ -134,10 +134,7 @@ def test_the_packaged_weights_are_small(pattern: str, count: int, most: int) -> 
 
 
 def test_a_package_without_such_weights_is_refused_with_what_there_is() -> None:
-    with pytest.raises(
-        ConfigError,
-        match="package:huge: no such file or folder.* a hub id such as owner/name.*package:tiny",
-    ):
+    with pytest.raises(ConfigError, match="package:huge: no such .* a hub id such as owner/name.*package:tiny"):
         find_network("package:huge")
 
 
