@@ -19,7 +19,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.response_norm import network
 from cascade_train.models.formats import int8
-from cascade_train.models.formats.weights import load_network
+from cascade_train.models.formats.weights import load_state
 
 HEAD = ("weights", "compute", "GiB", "prediction", "loss", "gradient")
 
@@ -30,7 +30,7 @@ def packaged() -> nn.Module:
 
     stage = make_stage("c_tiny")
     made = stage.network_config.build()
-    load_network(made, stage.weights, dtype=torch.float32, device=torch.device("cpu"), part=stage.part)
+    load_state(made, stage.weights, dtype=torch.float32, part=stage.part)
     return made
 
 

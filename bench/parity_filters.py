@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bench.parity_case import Comparison, Outcome, Variant
 from bench.parity_networks import CPU, recipe_fill
-from cascade_train.filters.base import restored
+from cascade_train.filters.base import map_at_picture_size
 from cascade_train.filters.canny import CannyFilter
-from cascade_train.filters.inpaint import SaliencyNetwork, masked, salient_mask
+from cascade_train.filters.inpaint import SaliencyNetwork, mask_images, salient_mask
 from cascade_train.filters.qr import BrightnessFilter, blobs, levels
 from cascade_train.filters.super_resolution import LatentSuperResolutionFilter, SuperResolutionFilter
 from cascade_train.models.cascade.semantic_compressor import EfficientNetCompressor
@@ -37,7 +37,7 @@ def canny(variant: Variant, image_BCHW: Tensor) -> Outcome:
     """Run the edges of pictures that are no whole numbers, which only these cases have."""
     ours = CannyFilter(**{"resize": 224, "low": 100, "high": 200, **variant.args["ctor"]})
     edges = torch.stack([torch.from_numpy(ours.edges(255 * image_CHW)) for image_CHW in image_BCHW])
-    return Outcome({"y": restored(image_BCHW, {"control_map": edges})})
+    return Outcome({"y": map_at_picture_size(image_BCHW, {"control_map": edges})})
 
 
 def brightness(variant: Variant, image_BCHW: Tensor) -> Outcome:
@@ -49,7 +49,7 @@ def brightness(variant: Variant, image_BCHW: Tensor) -> Outcome:
         kernel, blur, *sigma = (float(draw) for draw in variant.draws)
         values = [blobs(value, int(kernel), int(blur), *sigma or [0.0]) for value in values]
     found = torch.stack([torch.from_numpy(levels(value, values[0]))[None] for value in values])
-    return Outcome({"y": restored(image_BCHW, {"control_map": found})}, notes=[ONE_FOR_ALL])
+    return Outcome({"y": map_at_picture_size(image_BCHW, {"control_map": found})}, notes=[ONE_FOR_ALL])
 
 
 def super_resolution(variant: Variant, image_BCHW: Tensor) -> Outcome:
@@ -77,14 +77,14 @@ def latents(variant: Variant, image_BCHW: Tensor) -> Outcome:
 def inpaint(variant: Variant, image_BCHW: Tensor) -> Outcome:
     """Run the pictures with a hole: salient things at the recorded threshold, or the given mask."""
     if "mask" in variant.inputs:
-        return Outcome({"y": masked(image_BCHW, {"control_mask": variant.inputs["mask"]})})
+        return Outcome({"y": mask_images(image_BCHW, {"control_mask": variant.inputs["mask"]})})
     network = SaliencyNetwork().eval()
     network.load_state_dict(variant.weights)
     threshold, outpaint = _drawn(variant.args["call"], variant)
     one_B111 = image_BCHW.new_ones(len(image_BCHW), 1, 1, 1)
     with torch.no_grad():
         mask_B1HW = salient_mask(network, image_BCHW, threshold * one_B111, outpaint * one_B111 > 0)
-    return Outcome({"y": masked(image_BCHW, {"control_mask": mask_B1HW})})
+    return Outcome({"y": mask_images(image_BCHW, {"control_mask": mask_B1HW})})
 
 
 def _drawn(given: Mapping[str, Any], variant: Variant) -> tuple[float, bool]:

@@ -24,7 +24,7 @@ from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.cascade.previewer import PreviewNetwork
 from cascade_train.models.cascade.semantic_compressor import EfficientNetCompressor
 from cascade_train.models.cascade.unet_config import BLOCK_TYPES, CascadeUNetConfig
-from cascade_train.models.formats.weights import load_module, load_network
+from cascade_train.models.formats.weights import load_module, load_state
 
 CPU = torch.device("cpu")
 BLOCKS = dict(zip("CTA", BLOCK_TYPES, strict=True))
@@ -69,7 +69,7 @@ def build_network(args: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Cas
     """Build such a network in eval mode, its weights loaded as a user's are."""
     network = network_config(args).build()
     with tempfile.TemporaryDirectory() as folder:
-        load_network(network, store(weights, Path(folder)), dtype=torch.float32, device=CPU)
+        load_state(network, store(weights, Path(folder)), dtype=torch.float32)
     return network.eval()
 
 

@@ -23,8 +23,7 @@ from cascade_train.assembly.planning.fitting import TIERS_GB, changed, choose
 from cascade_train.assembly.planning.memory import memory_of, over_ranks
 from cascade_train.assembly.planning.rehearsal import ENCODERS
 from cascade_train.config.groups import conf_dir
-from cascade_train.config.hydra_compat import BASE
-from cascade_train.config.launch import register_schema
+from cascade_train.config.launch import BASE, register_schema
 from cascade_train.config.preflight import preflight
 
 README = Path(__file__).resolve().parents[1] / "README.md"

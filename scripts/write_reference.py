@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from cascade_train.config.meanings import attribute_docs, meaning_of
 from omegaconf import MISSING, OmegaConf
 
 from cascade_train.commands.parts.command_line import ALIASES, Command
-from cascade_train.config.help import commands
+from cascade_train.config.help import attribute_docs, commands, meaning_of
 from cascade_train.config.recipes.recipe import Kind, shown
 from cascade_train.config.recipes.table import SYSTEMS, load_table
 from cascade_train.data.buckets import PRESETS, Buckets, bucket_size

@@ -16,7 +16,6 @@ __all__ = ["ConfigError", "Run", "RunError", "compose", "evaluate", "generate", 
 
 
 def __getattr__(name: str) -> Any:
-    """Return one of the public names."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from cascade_train import errors
@@ -26,5 +25,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, for completion."""
     return [*__all__, "__version__"]

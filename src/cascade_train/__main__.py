@@ -14,19 +14,19 @@ from pathlib import Path
 
 from cascade_train.signals import set_handlers, stop_at_once
 
-SELDOM = 100_000
-"""Objects made before a command looks for garbage: a fifth of its start would be looking at what imports keep."""
+GC_THRESHOLD = 100_000
+"""Objects allocated between garbage collections of a command: by default a fifth of its start is spent on them."""
 
 
 def main() -> None:
-    """Do what the command line says and exit: 0 done, 1 failed, 2 refused, 75 stopped, 130 interrupted."""
+    """Run the command line and exit: 0 done, 1 failed, 2 refused, 75 stopped, 130 interrupted."""
     if not sys.flags.safe_path and not {"", str(Path.cwd())} & set(sys.path):
         sys.path.append(str(Path.cwd()))  # modules of a user's own, which `python -m` finds without this
     if not is_training(sys.argv[1:]):
-        gc.set_threshold(SELDOM)
+        gc.set_threshold(GC_THRESHOLD)
         sys.exit(launch(sys.argv[1:]))
     set_handlers(stop_at_once)
-    gc.disable()  # a fifth of the start is collecting what imports make and keep; assembly.run enables it
+    gc.disable()  # assembly.run enables it
     code = launch(sys.argv[1:])
     set_handlers(lambda *_: os._exit(code))  # the run has ended: no signal changes its exit code any more
     gc.unfreeze()  # else libraries report what they could not free
@@ -40,7 +40,7 @@ def is_training(argv: Sequence[str]) -> bool:
 
 
 def launch(argv: Sequence[str]) -> int:
-    """Do what `argv` says, in this process and without signal handlers of its own, and return the exit code."""
+    """Run `argv` in this process, without signal handlers of its own, and return the exit code."""
     if "--version" in argv:
         from importlib.metadata import version
 

@@ -38,13 +38,12 @@ def sample_seed(seed: int, epoch: int, index: int, purpose: str) -> int:
 
 
 class Unreadable(NamedTuple):
-    """Name (shard and key) of a sample that could not be used, and the reason."""
+    """Name (shard and key) of a sample that could not be used, and the reason; as text both are shortened."""
 
     name: str
     reason: str
 
     def __str__(self) -> str:
-        """Return both, for messages, shortened."""
         return f"{shortened(self.name, LONGEST_NAME)} ({shortened(self.reason, LONGEST_REASON)})"
 
 
@@ -58,7 +57,6 @@ class Batch:
         keys: B names of the samples' origins, for messages.
         epoch_B: (B,) int64 on the host, the epoch in which each sample was drawn.
         index_B: (B,) int64 on the host, the row of each sample in the index of the data.
-        seed: the run's seed.
         weight_B: (B,) fp32 on the host, the weight of each sample's loss; None = 1 each.
         tensors: further tensors of the samples, (B, ...) each, by name: from the task's `SampleTransform` or a cache,
             or `mask`, (B, 1, H, W) uint8, 255 where the loss counts; from a cache, fp32 of the latents' size in [0, 1].
@@ -122,7 +120,6 @@ class Batch:
 
 
 def _by_value(value: Any) -> Any:
-    """Return small tensors, alone or in a mapping, as arrays."""
     if isinstance(value, Mapping):
         return {name: _by_value(each) for name, each in value.items()}
     if not isinstance(value, Tensor) or value.is_cuda or value.dtype == torch.bfloat16 or value.nbytes > _SMALL_BYTES:

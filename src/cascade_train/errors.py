@@ -1,4 +1,4 @@
-"""The two errors that a user may see, and an end by a signal; everything else is a defect with a traceback."""
+"""The errors that a user may see, and an end by a signal; everything else is a defect with a traceback."""
 
 import re
 import shutil
@@ -31,11 +31,7 @@ LESS_MEMORY = (
 
 
 class RunError(RuntimeError):
-    """A failure at run time: a missing file, an unreadable sample, a number that is not finite.
-
-    Attributes:
-        shared: every rank raises the same one, so that only rank 0 prints it.
-    """
+    """A failure at run time; where every rank raises the same one, it is `shared`, and only rank 0 prints it."""
 
     def __init__(self, message: str, *, shared: bool = False) -> None:
         super().__init__(message)
@@ -43,11 +39,7 @@ class RunError(RuntimeError):
 
 
 class RankLostError(RunError):
-    """Another rank has ended or hangs.
-
-    Attributes:
-        code: exit code of the process, that of the rank that ended where it is known.
-    """
+    """Another rank has ended or hangs; `code` is the exit code, that of the rank that ended where it is known."""
 
     def __init__(self, message: str, *, shared: bool = False, code: int = 1) -> None:
         super().__init__(message, shared=shared)
@@ -58,12 +50,11 @@ def line_of_user(error: BaseException) -> str:
     """Return the innermost line of a user's own file below ours, as "mine.py, line 3, in loss: "; or empty."""
     installed = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
     called, found = False, ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        if Path(code.co_filename).is_relative_to(Path(__file__).parent):
+    for each in traceback.extract_tb(error.__traceback__):
+        if Path(each.filename).is_relative_to(Path(__file__).parent):
             called = True
-        elif called and not code.co_filename.startswith(installed):
-            found = f"{Path(code.co_filename).name}, line {line}, in {code.co_name}: "
+        elif called and not each.filename.startswith(installed):
+            found = f"{Path(each.filename).name}, line {each.lineno}, in {each.name}: "
     return found
 
 
@@ -74,11 +65,7 @@ LOST_PEER = re.compile(
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that ends the process at once.
-
-    Attributes:
-        code: exit code of the process.
-    """
+    """A signal that ends the process at once, with the exit code `code`."""
 
     def __init__(self, message: str, *, code: int) -> None:
         super().__init__(message)

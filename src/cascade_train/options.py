@@ -87,7 +87,8 @@ Rising = Annotated[T, check_increasing]
 
 def check_fields(owner: Any, prefix: str = "") -> None:
     """Check the attributes of a dataclass by the markers and Literals of their types; None passes."""
-    for name, check in _field_checks(type(owner)):
+    kind: Any = type(owner)
+    for name, check in _field_checks(kind):
         if (value := getattr(owner, name)) is not None:
             check(f"{prefix}{name}", value)
 

@@ -61,13 +61,7 @@ _PIPE = re.compile(r"([\"']|(?<=[\[,])|)(?:pipe:|\bon_end\s{0,4}[=:]\s{0,4})(?=\
 
 
 class Rule(NamedTuple):
-    """A form that secrets have.
-
-    Attributes:
-        words: one of them is in every text that the rule finds something in, in small letters.
-        pattern: finds the secret and what marks it as one.
-        shown: what stands instead of both.
-    """
+    """A form that secrets have: replaces `pattern` by `shown` in a text that has one of `words`, in small letters."""
 
     words: tuple[str, ...]
     pattern: re.Pattern[str]
@@ -128,8 +122,10 @@ def redact(text: str) -> str:
     Hidden are the forms of known issuers, what a url carries before its host and as its signature, authorization in
     commands and headers, values behind names of secrets, and the values of this process's secret environment variables.
     """
-    for value in _secrets_of_environment():
-        text = text.replace(value, HIDDEN)
+    names = [name for name in os.environ if name != "PWD" and (_names_secret(name) or _names_token(name))]
+    for value in sorted({os.environ.get(name, "") for name in names}, key=len, reverse=True):
+        if len(value) >= _SHORTEST_OF_ENVIRONMENT:
+            text = text.replace(value, HIDDEN)
     small = text.lower()
     for rule in RULES:
         if any(word in small for word in rule.words):
@@ -148,12 +144,7 @@ def redact_argument(text: str) -> str:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """Return plain nested values with every secret in them hidden.
-
-    Args:
-        value: mappings, lists, texts and numbers.
-        name: the key that it stands under.
-    """
+    """Return plain nested values, under the key `name`, with every secret in them hidden."""
     if isinstance(value, Mapping):
         below = name if _names_secret(name) else None
         return {key: redacted(inner, below or str(key)) for key, inner in value.items()}
@@ -162,7 +153,8 @@ def redacted(value: Any, name: str = "") -> Any:
     if isinstance(value, str) and name == "on_end":
         return _program_and_tars(value)
     if isinstance(value, str):
-        return HIDDEN if value and _is_secret(name, value) else redact_argument(value)
+        is_token = _names_token(name) and _OPAQUE_VALUE.fullmatch(value) is not None
+        return HIDDEN if value and (is_token or _names_secret(name)) else redact_argument(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return HIDDEN if is_number and _names_secret(name) else value
 
@@ -186,16 +178,10 @@ def shortened(text: str, longest: int) -> str:
     return f"{text[: longest // 2]}[... {len(text) - longest // 2 * 2} characters ...]{text[-(longest // 2) :]}"
 
 
-class RedactingFilter(logging.Filter):
-    """Hides secrets in every record of a handler, and shortens what is too long to read."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Replace message and arguments by the redacted message."""
-        record.msg, record.args = logged(record.getMessage()), None
-        return True
-
-
-_REDACTING = RedactingFilter()
+def redact_record(record: logging.LogRecord) -> bool:
+    """Hide secrets in a record, and shorten what is too long to read; a filter of handlers."""
+    record.msg, record.args = logged(record.getMessage()), None
+    return True
 
 
 def show_log(level: int) -> None:
@@ -203,7 +189,7 @@ def show_log(level: int) -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.captureWarnings(True)  # so that they appear above the progress bar
     for handler in logging.getLogger().handlers:
-        handler.addFilter(_REDACTING)
+        handler.addFilter(redact_record)
     logging.getLogger("cascade_train").setLevel(level)
 
 
@@ -211,16 +197,16 @@ def show_log(level: int) -> None:
 def log_shown(level: int) -> Iterator[None]:
     """Show the log as `show_log` does for the block; then handlers, level and warnings are as they were."""
     root, ours = logging.getLogger(), logging.getLogger("cascade_train")
-    handlers, ours_before, root_before, showing = [*root.handlers], ours.level, root.level, warnings.showwarning
-    plain = [handler for handler in handlers if _REDACTING not in handler.filters]
+    filters = {handler: [*handler.filters] for handler in root.handlers}
+    ours_before, root_before, showing = ours.level, root.level, warnings.showwarning
     show_log(level)
     try:
         yield
     finally:
-        for handler in plain:
-            handler.removeFilter(_REDACTING)
-        for handler in [] if handlers else [*root.handlers]:
-            root.removeHandler(handler)
+        if not filters:
+            root.handlers.clear()
+        for handler, before in filters.items():
+            handler.filters[:] = before
         ours.setLevel(ours_before)
         root.setLevel(root_before)
         if warnings.showwarning is not showing:
@@ -242,15 +228,11 @@ def _program_and_tars(command: str) -> str:
 
 def _end_of_command(text: str, found: re.Match[str]) -> int:
     """Return where a `pipe:` command ends: at its quote, at the next element of a list without quotes, or never."""
-    end = re.compile(rf"(?<!\\){found[1]}") if found[1] else None
+    end = rf"(?<!\\){found[1]}" if found[1] else None
     if end is None and text[found.start() - 1 : found.start()] in ("[", ","):
-        end = re.compile(r"[,\]]")
-    stop = end and end.search(text, found.end())
+        end = r"[,\]]"
+    stop = re.compile(end).search(text, found.end()) if end else None
     return stop.start() if stop else len(text)
-
-
-def _is_secret(name: str, value: str) -> bool:
-    return _names_secret(name) or (_names_token(name) and _OPAQUE_VALUE.fullmatch(value) is not None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -261,10 +243,3 @@ def _names_secret(name: str) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _names_token(name: str) -> bool:
     return _TOKEN_NAME.search(name[-_END_OF_NAME:]) is not None
-
-
-def _secrets_of_environment() -> list[str]:
-    """Return the values of this process's variables with a secret's name, the longest first."""
-    names = [name for name in os.environ if name != "PWD" and (_names_secret(name) or _names_token(name))]
-    found = {value for name in names if len(value := os.environ.get(name, "")) >= _SHORTEST_OF_ENVIRONMENT}
-    return sorted(found, key=len, reverse=True)

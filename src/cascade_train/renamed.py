@@ -22,9 +22,11 @@ RENAMED = {
             ("stage_c", "cascade.stage_c"),
         )
     },
+    "cascade_train.engine.lr_schedule.CosineSchedule": "cascade_train.engine.lr_schedule.CosineDecaySchedule",
     f"{_DATA}.regularised.Regularised": f"{_DATA}.mixture.Regularised",
     f"{_FILTERS}.onnx_network.OnnxFilter": f"{_FILTERS}.network.OnnxFilter",
     f"{_FILTERS}.torch_network": f"{_FILTERS}.network",
+    f"{_MODELS}.stage_vae.VAEStage": f"{_MODELS}.autoencoder_kl.VAEStage",
     f"{_DIFFUSION}.noise_condition.StableDiffusionCondition": f"{_DIFFUSION}.noise_condition.ScaledLinearCondition",
     f"{_DIFFUSION}.schedule.StableDiffusionSchedule": f"{_DIFFUSION}.schedule.ScaledLinearSchedule",
 }

@@ -10,8 +10,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from types import FrameType, TracebackType
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from types import FrameType
 from typing import Any, Self
 
 from cascade_train.errors import INTERRUPTED, STOPPED, Interrupted
@@ -52,26 +52,26 @@ def handling(handler: Handler) -> Iterator[None]:
 
 def stop_at_once(number: int, frame: FrameType | None) -> None:
     """End the process on a signal during imports, where a library could swallow an exception."""
-    stop = stop_before_steps(number)
+    stop = _stop_before_steps(number)
     _say(f"{stop} {CONTINUED}")
     os._exit(stop.code)
 
 
 def _say(text: str) -> None:
-    """Write a line to stderr on the first rank, by a call that a signal handler may make at any moment."""
+    """Write a line to stderr on the first rank, by a call that is safe in a signal handler."""
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         with suppress(OSError):  # the terminal may be closed
             os.write(2, f"\n{text}\n".encode())
 
 
-def stop_before_steps(number: int) -> Interrupted:
+def _stop_before_steps(number: int) -> Interrupted:
     """Return the interrupt for a signal that comes before there is anything to save."""
     code = INTERRUPTED if number == signal.SIGINT else STOPPED
     return Interrupted(f"Stopped by {signal.Signals(number).name} before the first step.", code=code)
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Defer stop signals to the end of the block, which must not be left half done."""
     received: list[int] = []
     try:
@@ -82,7 +82,7 @@ def held_back() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-class Signals:
+class Signals(ExitStack):
     """Receives stop signals while the block runs; afterwards restores the previous handlers.
 
     During set-up a signal ends the process at once. Once steps run (`wait_for_votes`), the first one is kept until
@@ -93,35 +93,25 @@ class Signals:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.first: signal.Signals | None = None
         self._first_time = 0.0
         self._voting = False
-        self._handling: AbstractContextManager[None] = handling(self._receive)
 
     def __enter__(self) -> Self:
-        self._handling.__enter__()
+        self.push(self._raise_again)
+        self.enter_context(handling(self._receive))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Restore the handlers; raise the stop again where a library turned it into an error during set-up.
-
-        Raises:
-            Interrupted: that stop.
-        """
-        self._handling.__exit__(None, None, None)
+    def _raise_again(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise the stop again where a library turned it into an error during set-up."""
         if self.first is not None and not self._voting and isinstance(error, Exception):
-            raise stop_before_steps(self.first) from error
+            raise _stop_before_steps(self.first) from error
 
     def wait_for_votes(self) -> None:
-        """End set-up: from now on the first signal waits for the next vote.
-
-        Raises:
-            Interrupted: a signal came during set-up, and a library swallowed the exception.
-        """
+        """End set-up: from now on the first signal waits for the next vote; one that a library swallowed is raised."""
         if self.first is not None:
-            raise stop_before_steps(self.first)
+            raise _stop_before_steps(self.first)
         self._voting = True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -129,14 +119,13 @@ class Signals:
         if self.first is None:
             self.first, self._first_time = received, now
             if not self._voting:
-                raise stop_before_steps(number)
+                raise _stop_before_steps(number)
             again = "Ctrl-C" if received is signal.SIGINT else f"{received.name} once more, or Ctrl-C,"
             _say(f"{received.name}: saves and stops after this step. {again} ends the run at once, without saving.")
-        elif received is signal.SIGINT or self._is_new_request(received, now):
+            return
+        is_late = now - self._first_time >= SAME_REQUEST_SECONDS
+        if received is signal.SIGINT or (is_late and self.first in (received, signal.SIGINT)):
             raise Interrupted(f"Ended at once by {received.name}.", code=128 + number)
-
-    def _is_new_request(self, received: signal.Signals, now: float) -> bool:
-        return self.first in (received, signal.SIGINT) and now - self._first_time >= SAME_REQUEST_SECONDS
 
 
 def while_importing() -> AbstractContextManager[None]:

@@ -114,16 +114,8 @@ def run_directories(directory: Path) -> dict[str, object]:
     store.save(2, sharded(0), FACTS)
     again = claim(directory / "run", config=config, resume="auto")
     other = {**config, "model": {"width": 8}}
-    tracker = build_tracker(
-        "tensorboard",
-        project=None,
-        entity=None,
-        mode="offline",
-        run_name="r",
-        directory=run.path,
-        run_id=None,
-        config={},
-    )
+    place = dict.fromkeys(("project", "entity", "run_id"))
+    tracker = build_tracker("tensorboard", mode="offline", run_name="r", directory=run.path, config={}, **place)
     is_null = tracker._calls == Calls()
     tracker.log({"loss": 1.0}, 1)
     tracker.finish()

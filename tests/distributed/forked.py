@@ -196,11 +196,8 @@ def find_hook(name: str) -> Callable[[Path], None]:
 
 IMPORTED_FIRST = (
     *("torch._dynamo", "torch.distributed.checkpoint.state_dict", "cascade_train.data.shapes"),
-    *(
-        "cascade_train.models.cascade.stage_c",
-        "cascade_train.models.text_encoder",
-        "cascade_train.models.cascade.convolutional",
-    ),
+    *("cascade_train.models.cascade.stage_c", "cascade_train.models.text_encoder"),
+    "cascade_train.models.cascade.convolutional",
     *("cascade_train.tasks.finetune", "cascade_train.models.formats.export"),
     "cascade_train.models.cascade.networks.response_norm",
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cascade_train.engine.checkpoint.manifest import find_fault, read_manifest
+from cascade_train.engine.checkpoint.folder import find_fault, read_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from tests.distributed.test_modes import fork
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cascade_train.engine.checkpoint.manifest import find_fault, read_manifest
+from cascade_train.engine.checkpoint.folder import find_fault, read_manifest
 from tests.distributed.test_modes import NARROW, fork
 from tests.integration.runs import exported_weights, read_metrics
 

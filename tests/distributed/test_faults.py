@@ -43,9 +43,7 @@ class Fault:
 
 FAULTS = {
     "killed_while_writing": Fault(
-        hook="kill_while_writing",
-        codes=[1, -9],
-        words=("Ranks are lost: rank 1", "The same command continues"),
+        hook="kill_while_writing", codes=[1, -9], words=("Ranks are lost: rank 1", "The same command continues")
     ),
     "killed_while_publishing": Fault(
         hook="kill_while_publishing",

@@ -53,29 +53,17 @@ TOKENS = (
     "task.text_encoder_filters=[.self_attn]",
 )
 B_TINY = ("model=b_tiny", "task=reconstruction", *SHORT, *B_NARROW, "ema.decay=0.5")
-XL_TINY = (
-    *(
-        *untrained("sdxl_tiny"),
-        "objective=ddpm",
-        "task=finetune",
-        "train.max_steps=2",
-        "checkpoint.every_steps=null",
-        "ema.decay=0.5",
-    ),
+DDPM = (
+    *("objective=ddpm", "train.max_steps=2", "checkpoint.every_steps=null", "ema.decay=0.5"),
     "activation_checkpointing=true",
+)
+XL_TINY = (
+    *(*untrained("sdxl_tiny"), *DDPM, "task=finetune"),
     *(f"model.text_encoder{number}.{option}" for number in ("", "_2") for option in ("train=true", "lr=1e-6")),
 )
 SD_CONTROL = (
-    *(
-        *untrained("sd_tiny"),
-        "objective=ddpm",
-        "task=controlnet",
-        "train.max_steps=2",
-        "checkpoint.every_steps=null",
-        "ema.decay=0.5",
-    ),
-    *("activation_checkpointing=true", "optimizer=torch", "optimizer.algorithm._target_=torch.optim.SGD"),
-    *("optimizer.lr=1", "optimizer.weight_decay=0"),
+    *(*untrained("sd_tiny"), *DDPM, "task=controlnet", "optimizer=torch", "optimizer.lr=1"),
+    *("optimizer.algorithm._target_=torch.optim.SGD", "optimizer.weight_decay=0"),
 )
 HYBRID = ("parallel=hsdp", "parallel.shard_size=2")
 RUNS = {
@@ -292,14 +280,9 @@ def test_bf16_trains_fp32_masters(runs):
 
 
 def test_lora_in_bf16_trains_fp32_adapters_on_a_bf16_base_without_gradients(runs):
+    trains = dict.fromkeys(("trained", "gradients", "state"), ["torch.float32"])
     for rank in notes(runs, "lora"):
-        assert rank == {
-            "trained": ["torch.float32"],
-            "gradients": ["torch.float32"],
-            "state": ["torch.float32"],
-            "frozen": ["torch.bfloat16"],
-            "frozen_with_gradients": [],
-        }
+        assert rank == {**trains, "frozen": ["torch.bfloat16"], "frozen_with_gradients": []}
     adapters = load_file(runs / "lora" / "export" / "lora" / "adapter_model.safetensors")
     assert all(value.abs().max() > 0 for name, value in adapters.items() if "lora_B" in name)
     assert {value.dtype for value in adapters.values()} == {torch.float32}

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from cascade_train.engine.checkpoint.manifest import read_manifest
+from cascade_train.engine.checkpoint.folder import read_manifest
 from tests.distributed.resume_hooks import NOT_FINITE, SPIKING
 from tests.distributed.test_modes import NARROW, fork, said
 from tests.integration.runs import exported_weights, read_metrics

@@ -16,7 +16,7 @@ def _installed() -> None:
 
 
 def test_attention_of_xformers_equals_that_of_torch() -> None:
-    from cascade_train.models.networks.attention import _sdpa, _xformers
+    from cascade_train.models.networks.block_network import _sdpa, _xformers
 
     query, key, value = torch.randn(3, 2, 4, 64, 32, device="cuda", dtype=torch.bfloat16)
     torch.testing.assert_close(_xformers(query, key, value, 0.0), _sdpa(query, key, value, 0.0), atol=2e-2, rtol=2e-2)

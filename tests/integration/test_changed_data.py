@@ -165,7 +165,7 @@ def test_a_run_goes_on_in_its_epoch_with_a_copy_of_its_data_elsewhere(data: Path
 
 
 def test_a_checkpoint_of_before_goes_on_with_a_warning(data: Path, tmp_path: Path, told: Told) -> None:
-    from cascade_train.engine.checkpoint.manifest import read_manifest, write_manifest
+    from cascade_train.engine.checkpoint.folder import read_manifest, write_manifest
 
     run = train(tmp_path / "run", *RUN, "data=folder", f"data.path={data}", "train.max_steps=1")
     checkpoint = run / "checkpoints" / "step_1"

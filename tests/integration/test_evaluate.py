@@ -16,18 +16,17 @@ from torch_fidelity import FeatureExtractorBase, calculate_metrics, register_fea
 
 from cascade_train.commands.evaluate import EvaluateArgs, evaluate
 from cascade_train.config.saved import load_yaml
-from cascade_train.engine.checkpoint.folder import CheckpointFolder
-from cascade_train.engine.checkpoint.manifest import Manifest, write_manifest
+from cascade_train.engine.checkpoint.folder import CheckpointFolder, Manifest, write_manifest
 from cascade_train.errors import ConfigError
-from cascade_train.models.clip_score import ClipScore
 from cascade_train.models.formats.weights_source import local_path
+from cascade_train.models.image_quality import ClipScore
 from cascade_train.results import export
 from cascade_train.results.evaluation.measures import load_tiny_features
 from cascade_train.results.evaluation.watch import next_checkpoint
 from tests.distributed.test_modes import NARROW
 from tests.integration.runs import train
 from tests.integration.test_stage_a import NARROW as A_NARROW
-from tests.unit.models.test_clip_score import library_score, tiny_clip
+from tests.unit.models.test_image_quality import library_score, tiny_clip
 
 PROMPTS = ["a red circle", "a blue star", "a green square", "a small red circle", "a big yellow triangle"]
 FAST = {"steps": 1, "sampler": "ddim", "batch_size": 4}
@@ -314,7 +313,7 @@ def test_a_watch_of_a_finished_run_that_is_continued_goes_on(tmp_path: Path) -> 
         ),
         ({"watch": "{real}"}, "pictures: is no run. Name the folder of a run"),
         ({"source": "{real}", "checkpoint": 2}, "pictures: is no run. Name the folder of a run"),
-        ({"source": "c", "resize": "bilinear"}, "resize=bilinear is unknown: choose clean or tf1"),
+        ({"source": "c", "resize": "bilinear"}, "resize=bilinear is unknown; choose one of clean, tf1"),
         ({"source": "c", "samples": 0}, "samples=0 must be 1 or more"),
         ({"source": "c", "max_wait_hours": 0.0}, "max_wait_hours=0.0 must be greater than 0"),
         (

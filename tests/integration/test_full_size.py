@@ -39,7 +39,7 @@ def fill_alike(part, fill, seed, name, **_):
     for other in others:
         other.copy_(first[: len(other)])
 
-draw, initialize.fill_part_ = initialize.fill_part_, fill_alike
+draw, initialize.fill_ = initialize.fill_, fill_alike
 train_step = Trainer.train_step
 seen = {}
 

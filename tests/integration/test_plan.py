@@ -14,7 +14,7 @@ import pytest
 from bench.plan import PLANNED, arguments
 from bench.start import NEEDS
 from cascade_train import plan
-from cascade_train.__main__ import SELDOM, launch
+from cascade_train.__main__ import GC_THRESHOLD, launch
 from tests.integration.runs import SMALL, train
 
 MOST_OF_NEEDS = 3
@@ -58,7 +58,7 @@ def needs() -> float:
 def test_a_recipe_is_planned_in_time(recipe: str, needs: float, capsys, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     thresholds = gc.get_threshold()
-    gc.set_threshold(SELDOM)  # as a command
+    gc.set_threshold(GC_THRESHOLD)  # as a command
     try:
         begun = time.process_time()
         planned(recipe, capsys, tmp_path)

@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from cascade_train import ConfigError, Run, RunError, compose, evaluate, generate, plan, train
 from cascade_train.commands.parts import python
 from cascade_train.config.groups import typed_keys
-from cascade_train.config.hydra_compat import BASE
+from cascade_train.config.launch import BASE
 from cascade_train.data.data_set import DataSet
 from cascade_train.distributed.process_group import process_group
 from cascade_train.engine.loop import Trainer

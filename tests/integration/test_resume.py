@@ -14,7 +14,7 @@ from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from cascade_train.assembly import run as build
 from cascade_train.engine.loop import Trainer
-from cascade_train.engine.lr_schedule import CosineSchedule
+from cascade_train.engine.lr_schedule import CosineDecaySchedule
 from cascade_train.errors import RunError
 from tests.integration.runs import SMALL, cut_back, exported_weights, read_metrics, train
 from tests.unit.data import tars
@@ -27,7 +27,7 @@ KILLED_IN_STEP = 4
 SCRIPT = f"""
 import os, signal, sys
 from cascade_train.engine.loop import Trainer
-from cascade_train.engine.lr_schedule import CosineSchedule
+from cascade_train.engine.lr_schedule import CosineDecaySchedule
 
 train_step = Trainer.train_step
 
@@ -184,7 +184,7 @@ def test_a_changed_schedule_length_and_cadence_are_applied_and_recorded(stopped,
     before, after = read_metrics(stopped), read_metrics(run)
     assert after[:2] == before[:2]
     assert after[2] == {**before[2], "lr": after[2]["lr"]}, "what step 3 measures precedes its update"
-    cosine = CosineSchedule(warmup_steps=0, min_factor=0.0)
+    cosine = CosineDecaySchedule(warmup_steps=0, min_factor=0.0)
     expected = [1e-4, 1e-4, *(1e-4 * cosine.factor(step, 5) for step in (3, 4, 5))]
     assert [row["lr"] for row in after] == pytest.approx(expected)
     (line,) = map(json.loads, (run / "config_history.jsonl").read_text().splitlines())

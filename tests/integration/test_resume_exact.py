@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from cascade_train.assembly import run as build
-from cascade_train.engine.checkpoint.manifest import read_manifest
+from cascade_train.engine.checkpoint.folder import read_manifest
 from cascade_train.engine.tracking import Tracker
 from tests.integration.runs import NARROW, cut_back, read_metrics, train
 from tests.unit.data import tars

@@ -129,9 +129,7 @@ def test_a_run_with_a_damaged_file_is_still_looked_at(name: str, how: str, capsy
 @pytest.mark.usefixtures("bounded")
 @pytest.mark.parametrize("how", [how for how in DAMAGE if how not in ("deep", "NUL", "null", "empty", "huge losses")])
 @pytest.mark.parametrize("name", CONTINUED)
-def test_a_run_with_a_damaged_file_goes_on_or_says_why_not(
-    commands: dict[str, Any], name: str, how: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_a_damaged_file_goes_on_or_says_why_not(commands, name, how, capsys):
     damage(name, how)
     answered(commands["runs"][RUN], capsys)
 

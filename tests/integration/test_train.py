@@ -14,7 +14,7 @@ from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from cascade_train.assembly import run
 from cascade_train.distributed import parallelize
-from cascade_train.engine.checkpoint.manifest import read_manifest
+from cascade_train.engine.checkpoint.folder import read_manifest
 from cascade_train.models.formats import weights_source
 from tests.integration.runs import NARROW, SMALL, exported_weights, read_metrics, train
 from tests.style.test_import_walls import may_import

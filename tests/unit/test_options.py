@@ -1,19 +1,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import pytest
 
 from cascade_train.errors import ConfigError
 from cascade_train.options import (
+    MOST_BLOCKS,
     Free,
     Positive,
     Rising,
     Several,
     Share,
     check_above,
+    check_blocks,
     check_choice,
     check_fields,
     check_increasing,
@@ -22,49 +26,31 @@ from cascade_train.options import (
     check_within,
 )
 
-
-def test_a_value_must_be_above_its_bound() -> None:
-    check_above("steps", 1, 0)
-    for value in (0, -1, math.nan):
-        with pytest.raises(ConfigError, match=r"steps=.* must be greater than 0; give a larger steps"):
-            check_above("steps", value, 0)
-
-
-def test_a_value_must_be_at_least_its_bound_and_none_is_no_value() -> None:
-    check_least("size", 1, 1, "it counts")
-    check_least("size", None, 1, "it counts")
-    for value in (0, -1, math.nan):
-        with pytest.raises(ConfigError, match="size=.* must be at least 1: it counts"):
-            check_least("size", value, 1, "it counts")
-
-
-def test_a_share_must_lie_between_0_and_1() -> None:
-    check_share("flip_prob", 0.0, "it is a share")
-    check_share("flip_prob", 1.0, "it is a share")
-    for value in (-0.1, 1.1, math.nan):
-        with pytest.raises(ConfigError, match="flip_prob=.* must lie between 0 and 1: it is a share"):
-            check_share("flip_prob", value, "it is a share")
+CHECKS: list[tuple[Callable[[Any], None], list[Any], list[Any], str]] = [
+    (lambda value: check_above("key", value, 0), [1, 0.1], [0, -1, math.nan], "must be greater than 0; give a larger"),
+    (lambda value: check_least("key", value, 1, "why"), [1, None], [0, 0.9, math.nan], "must be at least 1: why"),
+    (lambda value: check_share("key", value, "why"), [0.0, 1.0], [-0.1, 1.1, math.nan], "between 0 and 1: why"),
+    (lambda value: check_within("key", value, 0.0, 2.0), [0.0, 2.0], [-0.1, 2.1, math.nan], r"lie in \[0.0, 2.0\]; b"),
+    (lambda value: check_choice("key", value, ("a", "b")), ["b"], ["c"], "is unknown; choose one of a, b"),
+    (partial(check_blocks, "key"), [0, MOST_BLOCKS, [2, 3]], [-1, MOST_BLOCKS + 1, [2, -1]], r"must lie in \[0, 1000"),
+    (
+        partial(check_increasing, "key"),
+        [[0.1, 0.9]],
+        [[1.0, 1.0], [2.0, 1.0], [1.0], [1.0, 2.0, 3.0], [math.nan, 1.0]],
+        r"must be two numbers \[low, high\] with low < high; swap",
+    ),
+]
 
 
-def test_a_value_must_lie_between_its_bounds() -> None:
-    check_within("beta", 0.0, 0.0, 1.0)
-    check_within("beta", 1.0, 0.0, 1.0)
-    for value in (-0.1, 1.1, math.nan):
-        with pytest.raises(ConfigError, match=r"beta=.* must lie in \[0.0, 1.0\]; bring it inside"):
-            check_within("beta", value, 0.0, 1.0)
-
-
-def test_a_name_must_be_one_of_the_choices() -> None:
-    check_choice("sampler", "ddim", ("ddpm", "ddim"))
-    with pytest.raises(ConfigError, match="sampler=heun is unknown; choose one of ddpm, ddim"):
-        check_choice("sampler", "heun", ("ddpm", "ddim"))
-
-
-@pytest.mark.parametrize("pair", [[1.0, 1.0], [2.0, 1.0], [1.0], [1.0, 2.0, 3.0], [math.nan, 1.0]])
-def test_a_range_must_rise(pair: list[float]) -> None:
-    check_increasing("clamp_range", [0.1, 0.9])
-    with pytest.raises(ConfigError, match=r"clamp_range=.* must be two numbers \[low, high\] with low < high; swap"):
-        check_increasing("clamp_range", pair)
+@pytest.mark.parametrize(("check", "good", "bad", "rule"), CHECKS)
+def test_a_value_outside_its_range_is_refused_by_key(
+    check: Callable[[Any], None], good: list[Any], bad: list[Any], rule: str
+) -> None:
+    for value in good:
+        check(value)
+    for value in bad:
+        with pytest.raises(ConfigError, match=f"key=.*{rule}"):
+            check(value)
 
 
 @dataclass

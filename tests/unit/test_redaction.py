@@ -17,11 +17,11 @@ from cascade_train.redaction import (
     HIDDEN,
     LONGEST_LOGGED,
     RULES,
-    RedactingFilter,
     Rule,
     printable,
     redact,
     redact_argument,
+    redact_record,
     redacted,
     shortened,
 )
@@ -168,7 +168,7 @@ def test_two_urls_that_differ_in_more_than_the_secret_stay_different():
 
 def test_log_records_are_redacted_with_their_arguments():
     record = logging.LogRecord("a", logging.INFO, "f", 1, "reading %s", ("https://a:b@c/d",), None)
-    assert RedactingFilter().filter(record)
+    assert redact_record(record)
     assert record.getMessage() == f"reading https://{HIDDEN}@c/d"
 
 
@@ -310,7 +310,7 @@ def test_a_rule_is_asked_only_where_one_of_its_words_is(monkeypatch):
 
 def test_what_is_logged_of_a_long_text_is_its_beginning_and_its_end():
     record = logging.LogRecord("a", logging.INFO, "f", 1, "%s of %s", ("x" * 10**6, "the end"), None)
-    RedactingFilter().filter(record)
+    redact_record(record)
     assert len(record.getMessage()) < LONGEST_LOGGED + 100
     assert record.getMessage().startswith("xxx")
     assert record.getMessage().endswith("x of the end")

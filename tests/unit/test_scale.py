@@ -13,16 +13,22 @@ import pytest
 
 from cascade_train.batch import Unreadable
 from cascade_train.commands.parts.python import Run
-from cascade_train.config.sweeps.ranking import measured
+from cascade_train.config.sweeps.runs import measured
 from cascade_train.data.data_set import Rows, open_data_set
 from cascade_train.data.index.row_filter import RowFilters, parse_row_filters
 from cascade_train.data.index.rows import Index
 from cascade_train.data.parquet import PARQUET_FIELDS
 from cascade_train.data.survey.look import survey
 from cascade_train.data.tar.files import check_urls
-from cascade_train.engine.checkpoint import manifest as manifests
-from cascade_train.engine.checkpoint.folder import CheckpointFolder, Retention
-from cascade_train.engine.checkpoint.manifest import Manifest, hash_file, whole_manifest, write_manifest
+from cascade_train.engine.checkpoint import folder as manifests
+from cascade_train.engine.checkpoint.folder import (
+    CheckpointFolder,
+    Manifest,
+    Retention,
+    hash_file,
+    whole_manifest,
+    write_manifest,
+)
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.faults import unreadable
 from cascade_train.engine.loss_charts import POINTS, Curve, LossCurve

@@ -1,7 +1,4 @@
-"""What the values in a cache depend on, and how a run uses a cache in place of its encoders.
-
-Making the tensors lives in cache_making.py.
-"""
+"""The settings that a cache depends on, and its use by a run in place of encoders."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from cascade_train.tasks.base import Task
 
 
 def encoder_identity(cfg: Mapping[str, Any], stage: Stage, names: Iterable[str]) -> dict[str, Any]:
-    """Return everything in a plain root configuration that changes the products of these names, by key."""
+    """Return the options of a plain configuration that change these products, by key."""
     makers = {**stage.image_products, **stage.caption_products}
     seeded = bool(cfg["model"].get("random_encoders"))
     found: dict[str, Any] = {"train.precision": cfg["train"]["precision"], "model.random_encoders": seeded}
@@ -34,7 +31,7 @@ def encoder_identity(cfg: Mapping[str, Any], stage: Stage, names: Iterable[str])
 
 
 def data_identity(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything in the configuration of the data, joined sources included, that changes a sample, by key."""
+    """Return the options of the data, joined sources included, that change a sample, by key."""
     held = [option for option in component_options(cfg["data"], "data.") if not option.roles & {"Free", "Order"}]
     return {key: content(value, None) if "File" in roles else value for key, value, roles in held}
 
@@ -46,7 +43,7 @@ def task_identity(cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_content(node: Mapping[str, Any], *, seeded: bool = False) -> dict[str, Any]:
-    """Return a component's options, at any depth files by their content, or as null where values are seeded."""
+    """Return a component's options, at any depth files by content, null where values are seeded."""
     found: dict[str, Any] = {
         key: by_content(value, seeded=seeded) if isinstance(value, Mapping) else value for key, value in node.items()
     }
@@ -59,7 +56,7 @@ def by_content(node: Mapping[str, Any], *, seeded: bool = False) -> dict[str, An
 
 
 def content(source: str | None, subfolder: str | None) -> dict[str, str | None] | None:
-    """Return a source of weights by name and by the SHA-256 of its files, None where they are not on this machine."""
+    """Return name and SHA-256 of a source of weights, None where its files are not on this machine."""
     if source is None:
         return None
     files = local_files(source, subfolder)
@@ -71,7 +68,7 @@ def content(source: str | None, subfolder: str | None) -> dict[str, str | None] 
 
 
 def local_files(source: str, subfolder: str | None) -> list[Path]:
-    """Return the files of a path, or of a hub id as far as they were downloaded; nothing is downloaded here."""
+    """Return the files of a path, or those of a hub id that were downloaded before."""
     path = local_path(source)
     if not path.exists():
         on_hub = parse_source(source)
@@ -119,9 +116,7 @@ def _shown(value: Any) -> str:
 def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached) -> None:
     """Let an unbuilt stage read from an opened cache, and leave out the encoders whose outputs it holds.
 
-    Raises:
-        ConfigError: the cache lacks what the stage or the task needs, was made by other encoders, or holds what the
-            task trains.
+    A ConfigError where it lacks what stage or task need, was made by other encoders, or holds what the task trains.
     """
     manifest, where = source.manifest, f"data.path={source.path}"
     check_data(cfg, source)
@@ -158,7 +153,7 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
 
 
 def check_data(cfg: Mapping[str, Any], source: Cached) -> None:
-    """Refuse options that differ from those that made the samples; those that are left at their defaults follow it."""
+    """Refuse options that differ from those of the cache, except defaults, which follow it."""
     defaults = component_defaults(source)
     held = {**defaults, **source.manifest.identity}
     for key, own in data_identity(cfg).items():

@@ -41,7 +41,7 @@ from cascade_train.data.latent_cache import (
     write_manifest,
     write_unit,
 )
-from cascade_train.data.loading.worker import Failure, MicroBatches, Results
+from cascade_train.data.loading.worker import MicroBatches, Results
 from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import FEW, RawSample, too_many_text
 from cascade_train.data.source import Source
@@ -73,7 +73,7 @@ def make_cache(
     task_index: int,
     task_count: int,
 ) -> str:
-    """Make this process's units of a cache and return a summary of the cache; arguments as in `CacheArgs`."""
+    """Make this process's units of a cache and return a summary; arguments as in `CacheArgs`."""
     allow_tf32()  # as a training has it
     read_sample_prompts(cfg)
     parts, source = build_parts(cfg), build_component(cfg, "data")
@@ -157,7 +157,7 @@ class Encoder:
 
     @classmethod
     def build(cls, stage: Stage, task: Task, compute: torch.dtype, *, has_captions: bool, **form: Any) -> Encoder:
-        """Build the encoders alone. A ConfigError for weights that do not fit, and a task whose maps are random."""
+        """Build the encoders; a ConfigError for other weights, or a task of random maps."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         text = frozenset() if has_captions else frozenset(stage.caption_products.values())
         stage.left_out = stage.encodes_nothing | text
@@ -166,7 +166,7 @@ class Encoder:
         return cls(stage=stage, maker=maker, device=device, has_captions=has_captions, **form)
 
     def images(self, batch: Batch) -> list[dict[str, Tensor]]:
-        """Return what is kept of each picture of a batch, by name, on the host; a mask where not everything counts."""
+        """Return the cached tensors of each picture, by name, on the host; a mask if parts do not count."""
         assert batch.image_BCHW is not None, "pictures are read from their source"
         image_BCHW = batch.image_BCHW.to(self.device).float() / 255
         products = self.stage.make_image_products(image_BCHW)
@@ -182,7 +182,7 @@ class Encoder:
         return kept
 
     def captions(self, captions: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        """Return what is kept of each caption, on the host; nothing where captions are not cached."""
+        """Return the cached tensors of each caption, on the host; none if captions are not cached."""
         found: dict[str, dict[str, Tensor]] = {}
         for start in range(0, len(captions) if self.has_captions else 0, self.batch_size):
             part = captions[start : start + self.batch_size]
@@ -201,7 +201,7 @@ def describe(cfg: Mapping[str, Any], encoder: Encoder, data: Rows, index: Index,
     black, zero_1 = np.zeros((3, size, size), dtype=np.uint8), torch.zeros(1, dtype=torch.int64)
     extra = {} if transform is None else transform(black, torch.Generator().manual_seed(0))
     tensors = {name: torch.from_numpy(array)[None] for name, array in extra.items()}
-    one = {"captions": ("",), "keys": ("",), "epoch_B": zero_1, "index_B": zero_1, "seed": 0}
+    one: dict[str, Any] = {"captions": ("",), "keys": ("",), "epoch_B": zero_1, "index_B": zero_1, "seed": 0}
     batch = Batch(image_BCHW=torch.from_numpy(black)[None], tensors=tensors, **one)
     captions = encoder.captions([""]).get("", {})
     identity = encoder_identity(cfg, stage, [*stage.image_products, *captions]) | data_identity(cfg)
@@ -235,16 +235,15 @@ class PictureReader(MicroBatches):
     """Reads the pictures of rows in worker processes, just as training does in its first epoch."""
 
     def __init__(self, data: Rows, sizes: Index, *, seed: int) -> None:
-        """Store the training samples, and the index with their training sizes."""
         self.source, self.content, self._rows_of = data.source, sizes.content, rows_by_size(sizes.table, data.rows)
         self._raw: dict[int, RawSample] = {}
         super().__init__(data.source, data.index, self._rows_of, seed, data.transform)
 
-    def __getitem__(self, step: Step) -> Pictures | Failure:  # type: ignore[override]
-        """Return the pictures of one size, stand-ins for the unreadable ones, and what the source returned by row."""
+    def __getitem__(self, step: Step) -> Pictures | RunError:  # type: ignore[override]
+        """Return a batch of one size, with stand-ins, and the samples of the source by row."""
         self._raw = {}
         batch = super().__getitem__(step)
-        return batch if isinstance(batch, Failure) else (batch, self._raw)
+        return batch if isinstance(batch, RunError) else (batch, self._raw)
 
     def read(self, row: int) -> RawSample:
         """Read a sample, and keep all of it but the picture."""
@@ -272,7 +271,7 @@ def fill(
     reader: PictureReader,
     prompts: Sequence[str],
 ) -> None:
-    """Make units, each written as soon as it is encoded. A RunError where too many pictures are unreadable."""
+    """Make units and write each at once. A RunError where too many pictures are unreadable."""
     steps = {unit: reader.steps(manifest.rows_of(unit), encoder.batch_size) for unit in units}
     references = [step for unit in units for step in steps[unit]]
     pictures = Results[Pictures](reader, reader.source, references=references, whereabouts=lambda: WAITING)  # type: ignore[arg-type]
@@ -307,7 +306,7 @@ def keep_readable(encoder: Encoder, batch: Batch, raw: Mapping[int, RawSample], 
 
 
 def refuse_unreadable(names: Sequence[str], seen: int, share: float) -> None:
-    """Stop with a RunError where more samples are unreadable than the run allows, a few of the first aside."""
+    """Raise a RunError where more samples are unreadable than the run allows, a few aside."""
     if len(names) > FEW + share * seen:
         raise RunError(too_many_text(len(names), seen, share, "; ".join(names[:20])))
     if names:
@@ -315,7 +314,7 @@ def refuse_unreadable(names: Sequence[str], seen: int, share: float) -> None:
 
 
 def summary(folder: Path, manifest: CacheManifest) -> str:
-    """Return what lies in a cache and how to use it."""
+    """Return a cache's size and how to use it."""
     tables = [load_table(folder, unit, manifest) for unit in range(manifest.units)]
     done = [table for table in tables if table is not None]
     samples = sum(int((table.samples["bytes"].min(axis=1) > 0).sum()) for table in done)

@@ -29,7 +29,7 @@ from cascade_train.distributed.parallelize import (
 )
 from cascade_train.distributed.process_group import World, build_mesh, mesh_shape
 from cascade_train.engine.average import Ema
-from cascade_train.engine.checkpoint.manifest import hash_file
+from cascade_train.engine.checkpoint.folder import hash_file
 from cascade_train.engine.optimizer import OptimizerSpec
 from cascade_train.engine.phase import BoundPhase, checked_loss, trainable_parameters
 from cascade_train.errors import ConfigError

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from cascade_train.assembly.components import families
 from cascade_train.config.saved import CONFIG_NAME, load_yaml
 from cascade_train.config.targets import class_constant
-from cascade_train.engine.run.records import newest_grid, read_metrics
+from cascade_train.engine.run.report import newest_grid, read_metrics
 from cascade_train.files.durable import to_yaml, write_durably
 from cascade_train.files.hub import parse_source
 from cascade_train.models.family import Family

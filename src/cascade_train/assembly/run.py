@@ -31,8 +31,7 @@ from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.lost_ranks import Heartbeat
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.distributed.rng import set_deterministic
-from cascade_train.engine.checkpoint.folder import Retention
-from cascade_train.engine.checkpoint.manifest import read_manifest
+from cascade_train.engine.checkpoint.folder import Retention, read_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.faults.bad_step import SpikeWatch
 from cascade_train.engine.faults.rollback import Rollback, RolledBackList
@@ -45,7 +44,7 @@ from cascade_train.engine.phase import BoundPhase, averaged, whole_state
 from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.run.directory import RunDirectory, claimed
-from cascade_train.engine.run.on_end import announced
+from cascade_train.engine.run.on_end import run_end_hook
 from cascade_train.engine.run.report import write_report
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.errors import RankLostError, RunError
@@ -123,7 +122,7 @@ def train_in(
         run.record_start({"facts": facts, "data": cast(Feed, trainer.feed).report(), "overrides": overrides()})
     log.info("%s", "\n".join(f"  {name:<10} {text}" for name, text in facts.items()))
     signals.wait_for_votes()
-    with announced(cfg.run.on_end, trainer, run.path), ExitStack() as stack:
+    with run_end_hook(cfg.run.on_end, trainer, run.path), ExitStack() as stack:
         if world.is_main:
             stack.callback(write_report, run.path, lambda: recipe_of(overrides(), to_plain(cfg)))
         try:

@@ -39,23 +39,15 @@ class CacheArgs:
             raise ConfigError(f"dtype={self.dtype} is unknown: bf16, or null to keep every tensor as it is made.")
         limit(self, "", "unit_samples", "batch_size", "task_count", least=1)
         if not 0 <= self.task_index < self.task_count:
-            raise ConfigError(
-                f"task_index={self.task_index} must be at least 0 and below task_count={self.task_count}, the number"
-                " of processes that share the work."
-            )
+            bounds = f"at least 0 and below task_count={self.task_count}"
+            raise ConfigError(f"task_index={self.task_index} must be {bounds}, the number of processes.")
 
 
 def cache(args: CacheArgs, cfg: DictConfig) -> int:
-    """Make this process's part of a cache and print a summary; return 0.
-
-    Raises:
-        ConfigError: something that cannot be cached, with the reason.
-        RunError: the data or the folder cannot be read or written.
-    """
+    """Make this process's part of a cache and print a summary; return 0."""
     from cascade_train.assembly.cache_making import make_cache  # heavy: torch and everything above it
 
-    report = make_cache(cfg, **vars(args))
-    sys.stdout.write(f"{report}\n")
+    sys.stdout.write(f"{make_cache(cfg, **vars(args))}\n")
     return 0
 
 

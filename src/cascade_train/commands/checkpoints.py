@@ -1,25 +1,32 @@
 """List, verify, prune and name a run's checkpoints.
 
-    cascade-train checkpoints ls|verify|prune|promote runs/x
-
-Rules and changes on disk live in engine/checkpoint/folder.py. Torch is imported only to drop optimizer state.
+cascade-train checkpoints ls|verify|prune|promote runs/x
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from cascade_train.commands.parts.command_line import Command
-from cascade_train.engine.checkpoint.folder import BEST, CheckpointFolder, Retention, best_value
-from cascade_train.engine.checkpoint.manifest import MANIFEST_NAME, Manifest, find_fault, read_manifest, write_manifest
+from cascade_train.engine.checkpoint.folder import (
+    BEST,
+    MANIFEST_NAME,
+    CheckpointFolder,
+    Retention,
+    best_value,
+    find_fault,
+    read_manifest,
+    write_manifest,
+)
 from cascade_train.engine.run.lock import RunLock
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.untrusted import load_mapping
+from cascade_train.options import check_choice
 
 
 @dataclass(kw_only=True)
@@ -27,7 +34,7 @@ class LsArgs:
     """List a run's checkpoints and why each stays by the run's own rule."""
 
     source: str
-    """The run."""
+    """The run; while it trains, nothing in it can be changed."""
 
 
 @dataclass(kw_only=True)
@@ -39,11 +46,9 @@ class VerifyArgs(LsArgs):
 
 
 @dataclass(kw_only=True)
-class PruneArgs:
+class PruneArgs(LsArgs):
     """Delete the checkpoints that a rule does not keep, and drop optimizer state; damaged and named ones stay."""
 
-    source: str
-    """The run; not one that is training."""
     keep_last: int | None = None
     """Newest checkpoints that stay; null = all stay."""
     keep_every_steps: int | None = None
@@ -54,18 +59,15 @@ class PruneArgs:
     """drop = only the newest keep_last (one, where that is null) keep their optimizer state; or keep."""
 
     def __post_init__(self) -> None:
-        if self.optimizer not in ("keep", "drop"):
-            raise ConfigError(f"optimizer={self.optimizer} must be keep or drop.")
+        check_choice("optimizer", self.optimizer, ("keep", "drop"))
         if self.keep_last is None and self.optimizer == "keep":
             raise ConfigError("Nothing is to be pruned: set keep_last, e.g. keep_last=2, or optimizer=drop.")
 
 
 @dataclass(kw_only=True)
-class PromoteArgs:
+class PromoteArgs(LsArgs):
     """Name a checkpoint, which is then never deleted; name=null removes the name."""
 
-    source: str
-    """The run; not one that is training."""
     step: str
     """The checkpoint, as step_<n>."""
     name: str | None
@@ -73,33 +75,26 @@ class PromoteArgs:
 
 
 def list_checkpoints(args: LsArgs) -> int:
-    """Print a line for each checkpoint; return 0.
-
-    Raises:
-        ConfigError: there is no such run, or it has no checkpoints.
-    """
+    """Print a line for each checkpoint; return 0."""
     folder, rule = _open(args.source)
-    complete = folder.complete()
+    complete, metric = folder.complete(), rule.best_metric
     reasons = rule.reasons(complete)
-    metric = rule.best_metric
     print(f"{'step':>10} {'GiB':>8} {'age':>6} {metric or 'metric':>14}  state")
     for step, path in folder.visible().items():
         if step in complete:
-            state = "; ".join(reasons[step]) or "goes at the next save"
-            flaw = "" if complete[step].has_optimizer else " (no optimizer state)"
-            shown = f"{_metric(complete[step], metric)}  {state}{flaw}"
+            state = "; ".join(reasons[step]) or "will be pruned at the next save"
+            state += "" if complete[step].has_optimizer else " (no optimizer state)"
+            facts = complete[step].facts.get(BEST, {})
+            value = best_value(complete[step], metric or facts.get("metric"))
         else:
-            shown = f"{'-':>14}  damaged: {find_fault(path, hashes=False)}"
-        print(f"{step:>10} {_size(path) / 2**30:>8.3f} {_age(path):>6} {shown}")
+            state, value = f"damaged: {find_fault(path, hashes=False)}", None
+        shown = "-" if value is None else f"{value:.6g}"
+        print(f"{step:>10} {_size(path) / 2**30:>8.3f} {_age(path):>6} {shown:>14}  {state}")
     return 0
 
 
 def verify(args: VerifyArgs) -> int:
-    """Print what each checkpoint is like, byte by byte; return 0, or 1 where one is damaged.
-
-    Raises:
-        ConfigError: there is no such run or checkpoint.
-    """
+    """Compare each checkpoint with its manifest, byte by byte; return 0, or 1 where one is damaged."""
     folder, _ = _open(args.source)
     chosen = folder.visible() if args.step is None else _chosen(folder, args.step)
     faults = {path.name: find_fault(path) for path in chosen.values()}
@@ -109,43 +104,33 @@ def verify(args: VerifyArgs) -> int:
 
 
 def prune(args: PruneArgs) -> int:
-    """Delete and slim by a rule, and print what was freed; return 0.
-
-    Raises:
-        ConfigError: there is no such run, it is training, or the rule has no effect.
-    """
+    """Delete checkpoints and optimizer states by a rule, print what was freed, and return 0."""
     folder, own = _open(args.source)
     if args.keep_best is not None and (args.keep_last is None or own.best_metric is None):
         raise ConfigError(
             f"keep_best={args.keep_best} needs keep_last, and checkpoint.best_metric={own.best_metric} of the run."
         )
-    rule = Retention(
-        keep_last=args.keep_last,
-        keep_every_steps=args.keep_every_steps,
-        keep_best=args.keep_best,
-        best_metric=own.best_metric,
-        best_mode=own.best_mode,
-    )
-    with _held(folder):
-        manifests = folder.complete()
-        _delete(folder, [step for step, reasons in rule.reasons(manifests).items() if not reasons])
+    keeps = {key: getattr(args, key) for key in ("keep_last", "keep_every_steps", "keep_best")}
+    rule = Retention(**keeps, best_metric=own.best_metric, best_mode=own.best_mode)
+    with _locked(folder):
+        for step, reasons in rule.reasons(folder.complete()).items():
+            if not reasons:
+                size = _size(folder.path(step))
+                folder.delete(step)
+                print(f"step_{step} is deleted: {size / 2**30:.3f} GiB")
         if args.optimizer == "drop":
             rest = folder.complete()
             recent = dataclasses.replace(rule, keep_last=args.keep_last or 1).newest(rest)
-            _slim(folder, [step for step, each in rest.items() if each.has_optimizer and step not in recent])
+            for step in [step for step, each in rest.items() if each.has_optimizer and step not in recent]:
+                _drop_optimizer(folder, step)
     return 0
 
 
 def promote(args: PromoteArgs) -> int:
-    """Write a name into a checkpoint's manifest; return 0.
-
-    Raises:
-        ConfigError: there is no such run or checkpoint, the run is training, or the name is taken.
-        RunError: the checkpoint is damaged.
-    """
+    """Write a name into a checkpoint's manifest; return 0."""
     folder, _ = _open(args.source)
     ((step, path),) = _chosen(folder, args.step).items()
-    with _held(folder):
+    with _locked(folder):
         taken = {each.name: other for other, each in folder.complete().items() if other != step}
         if args.name is not None and args.name in taken:
             raise ConfigError(f"name={args.name} is that of step_{taken[args.name]} already. Choose another.")
@@ -169,8 +154,8 @@ def _open(run: str) -> tuple[CheckpointFolder, Retention]:
 
 
 @contextmanager
-def _held(folder: CheckpointFolder) -> Iterator[None]:
-    """Keep runs out while the block changes what lies in their folder."""
+def _locked(folder: CheckpointFolder) -> Iterator[None]:
+    """Hold the lock of the run whose checkpoints the block changes."""
     lock = RunLock(folder.directory.parent.absolute())
     lock.acquire()
     try:
@@ -188,24 +173,14 @@ def _chosen(folder: CheckpointFolder, name: str) -> dict[int, Path]:
     return found
 
 
-def _delete(folder: CheckpointFolder, steps: Sequence[int]) -> None:
-    for step in steps:
-        size = _size(folder.path(step))
-        folder.delete(step)
-        print(f"step_{step} is deleted: {size / 2**30:.3f} GiB")
-
-
-def _slim(folder: CheckpointFolder, steps: Sequence[int]) -> None:
-    if not steps:
-        return
+def _drop_optimizer(folder: CheckpointFolder, step: int) -> None:
     from cascade_train.engine.checkpoint.loading import drop_optimizer  # heavy: torch
 
-    for step in steps:
-        try:
-            freed = drop_optimizer(folder, step)
-        except OSError as error:
-            raise RunError(f"step_{step} keeps its optimizer state: {error}") from error
-        print(f"step_{step} has no optimizer state any more: {freed / 2**30:.3f} GiB")
+    try:
+        freed = drop_optimizer(folder, step)
+    except OSError as error:
+        raise RunError(f"step_{step} keeps its optimizer state: {error}") from error
+    print(f"step_{step} has no optimizer state any more: {freed / 2**30:.3f} GiB")
 
 
 def _size(path: Path) -> int:
@@ -214,22 +189,15 @@ def _size(path: Path) -> int:
 
 def _age(path: Path) -> str:
     seconds = time.time() - (path / MANIFEST_NAME if (path / MANIFEST_NAME).exists() else path).stat().st_mtime
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    unit, length = next((each for each in units if seconds >= each[1]), units[-1])
+    return f"{seconds / length:.0f} {unit}"
 
 
-def _metric(manifest: Manifest, metric: str | None) -> str:
-    value = best_value(manifest, metric or manifest.facts.get(BEST, {}).get("metric"))
-    return f"{'-':>14}" if value is None else f"{value:>14.6g}"
-
-
+WORDS = ("from", "step")
 COMMAND = {
-    "ls": Command(arguments=LsArgs, run=list_checkpoints, usage="ls RUN", words=("from",)),
-    "verify": Command(arguments=VerifyArgs, run=verify, usage="verify RUN [step_<n>]", words=("from", "step")),
-    "prune": Command(arguments=PruneArgs, run=prune, usage="prune RUN key=value …", words=("from",)),
-    "promote": Command(
-        arguments=PromoteArgs, run=promote, usage="promote RUN step_<n> name=NAME", words=("from", "step")
-    ),
+    "ls": Command(arguments=LsArgs, run=list_checkpoints, usage="ls RUN", words=WORDS[:1]),
+    "verify": Command(arguments=VerifyArgs, run=verify, usage="verify RUN [step_<n>]", words=WORDS),
+    "prune": Command(arguments=PruneArgs, run=prune, usage="prune RUN key=value …", words=WORDS[:1]),
+    "promote": Command(arguments=PromoteArgs, run=promote, usage="promote RUN step_<n> name=NAME", words=WORDS),
 }

@@ -1,15 +1,13 @@
 """Download what models and evaluations need, and check it.
 
-    cascade-train download c_3b b_3b inception clip
-
-Nothing is loaded; what comes here, and how, is decided in assembly/model.py, results/evaluation/published.py
-and files/.
+cascade-train download c_3b b_3b inception clip
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,7 @@ from cascade_train.config.launch import parser
 from cascade_train.config.overrides import searching
 from cascade_train.config.targets import class_constant
 from cascade_train.errors import ConfigError
-from cascade_train.files.hub import HubSource, WebFile, announced_hash, free_bytes, unavailable
+from cascade_train.files.hub import WebFile, announced_hash, free_bytes, unavailable
 from cascade_train.models.formats.weights_source import WeightsSpec, hub_names, local_path
 from cascade_train.results.evaluation.published import NETWORKS
 
@@ -41,22 +39,18 @@ class DownloadArgs:
 
 @dataclass(frozen=True)
 class _Item:
-    """A file to have: where it is published, its size in bytes, whether it is here, the key it is for, what gets it."""
+    """A file to download: its address, its size in bytes, whether it is here, and the key that names it."""
 
     where: str
     size: int
     is_here: bool
     origin: str
     fetch: Callable[[], bool]  # returns whether there is a hash that it was compared with
-    disk: tuple[Path, int]  # the folder that it goes to, and the room there
+    disk: tuple[Path, int]  # the folder that it goes to, and the space there
 
 
 def download(args: DownloadArgs, rest: list[str]) -> int:
-    """Print what is needed, download what is missing, check all of it against the hub's hashes, and return 0.
-
-    Raises:
-        ConfigError: no such model, or something that cannot be had, with the remedy.
-    """
+    """Print what is needed, download what is missing, check all of it against the hub's hashes, and return 0."""
     items = _items(rest)
     for item in items:
         sys.stdout.write(f"{item.size / MIB:10,.1f} MiB  {'here    ' if item.is_here else 'to fetch'}  {item.where}\n")
@@ -73,16 +67,29 @@ def download(args: DownloadArgs, rest: list[str]) -> int:
         return 0
     compared = 0
     for item in items:
-        try:
+        with _named(item.origin):
             compared += item.fetch()
-        except Exception as error:  # of the client or the network
-            raise unavailable(item.origin, error) from error
     unknown = len(items) - compared
     left = f" {unknown} more are here, but the cache holds no hash to compare them with;" if unknown else ""
     sys.stdout.write(f"{compared} files are here and match their hashes;{left} HF_HUB_OFFLINE=1 works from now on.\n")
     for name in [word for word in rest if word in NETWORKS]:
-        sys.stdout.write(f"evaluate takes {name} as {_argument(name)}\n")
+        key, network = NETWORKS[name]
+        if isinstance(network, WebFile):
+            path = network.path
+        else:
+            source, names = hub_names(network)
+            path = source.fetch(names[0]).parent
+        sys.stdout.write(f"evaluate takes {name} as {key}={path}\n")
     return 0
+
+
+@contextmanager
+def _named(origin: str) -> Iterator[None]:
+    """Raise failures of the client and the network as ConfigErrors that name the key."""
+    try:
+        yield
+    except Exception as error:
+        raise unavailable(origin, error) from error
 
 
 def _items(rest: list[str]) -> list[_Item]:
@@ -91,71 +98,42 @@ def _items(rest: list[str]) -> list[_Item]:
     from cascade_train.assembly.model import weight_specs
     from cascade_train.config.saved import composed
 
-    items: dict[str, _Item] = {}
+    found: list[_Item] = []
     for overrides in runs_of(*with_config_dir(rest)):
         cfg = composed(overrides, may_miss=True)
         for spec in weight_specs(cfg, build_parts(cfg)):
-            if not local_path(spec.source).exists():
-                items |= {item.where: item for item in _of_hub(spec)}
-    for name in [word for word in rest if word in NETWORKS]:
-        key, network = NETWORKS[name]
-        found = _of_hub(network) if isinstance(network, WeightsSpec) else [_of_web(key, network)]
-        items |= {item.where: item for item in found}
-    return list(items.values())
+            found += [] if local_path(spec.source).exists() else _of_hub(spec)
+    for key, network in [NETWORKS[word] for word in rest if word in NETWORKS]:
+        found += _of_hub(network) if isinstance(network, WeightsSpec) else [_of_web(key, network)]
+    return list({item.where: item for item in found}.values())
 
 
 def _of_hub(spec: WeightsSpec) -> Iterator[_Item]:
     """Yield the files of a spec that names the hub."""
     source, names = hub_names(spec)
     origin = f"{spec.key}={spec.source}"
+
+    def fetch(name: str) -> bool:
+        return announced_hash(source.fetch(name, verify=True)) is not None
+
     for name in names:
-        try:
+        with _named(origin):
             info = source.look(name)
-        except Exception as error:  # of the client or the network
-            raise unavailable(origin, error) from error
         if info is None:
             raise ConfigError(f"{origin}: {source.repo} has no {name} at {source.asked}; name another file")
-        yield _Item(
-            where=f"{source.repo}@{(source.commit or source.asked)[:12]}:{name}",
-            size=info.file_size or 0,
-            is_here=info.is_cached,
-            origin=origin,
-            fetch=partial(_fetch, source, name),
-            disk=free_bytes(),
-        )
-
-
-def _fetch(source: HubSource, name: str) -> bool:
-    return announced_hash(source.fetch(name, verify=True)) is not None
+        where = f"{source.repo}@{(source.commit or source.asked)[:12]}:{name}"
+        yield _Item(where, info.file_size or 0, info.is_cached, origin, partial(fetch, name), free_bytes())
 
 
 def _of_web(key: str, file: WebFile) -> _Item:
-    origin = f"{key}={file.url}"
-    try:
+    origin, disk = f"{key}={file.url}", free_bytes(file.path.parent)
+    with _named(origin):
         size = file.size()
-    except OSError as error:
-        raise unavailable(origin, error) from error
-    disk = free_bytes(file.path.parent)
-    return _Item(
-        file.url, size, is_here=file.path.is_file(), origin=origin, fetch=lambda: file.fetch().is_file(), disk=disk
-    )
-
-
-def _argument(name: str) -> str:
-    """Return what `cascade-train evaluate` takes a network by."""
-    key, network = NETWORKS[name]
-    if isinstance(network, WebFile):
-        return f"{key}={network.path}"
-    source, names = hub_names(network)
-    return f"{key}={source.fetch(names[0]).parent}"
+    return _Item(file.url, size, file.path.is_file(), origin, lambda: file.fetch().is_file(), disk)
 
 
 def with_config_dir(rest: list[str]) -> tuple[list[str], Path | None]:
-    """Return the arguments that are no flags, and the folder of `--config-dir`.
-
-    Raises:
-        ConfigError: another flag than those of a training, or no such folder.
-    """
+    """Return the arguments that are no flags, and the folder of `--config-dir`; a ConfigError where there is none."""
     arguments = parser().parse_intermixed_args(rest)
     if arguments.config_dir is None:
         return arguments.overrides, None

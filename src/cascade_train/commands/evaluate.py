@@ -1,8 +1,6 @@
 """Make pictures with trained stages, or reconstruct them, and measure them.
 
-    cascade-train evaluate from=runs/x prompts=@captions.csv real=photos features=inception.pth clip=clip-vit-l
-
-What is made and measured, and how, lives in results/evaluation/.
+cascade-train evaluate from=runs/x prompts=@captions.csv real=photos features=inception.pth clip=clip-vit-l
 """
 
 from __future__ import annotations
@@ -19,13 +17,12 @@ from cascade_train.config.schema import limit
 from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
 from cascade_train.files.run_folder import exported_step, is_run
+from cascade_train.options import check_choice
 
 if TYPE_CHECKING:
     from cascade_train.results.evaluation.judge import Settings
     from cascade_train.results.evaluation.verdict import Verdict
     from cascade_train.results.find import TrainedModel
-
-RESIZES = ("clean", "tf1")
 
 
 @dataclass(kw_only=True)
@@ -77,8 +74,7 @@ class EvaluateArgs(PaintingArgs):
             raise ConfigError("evaluate needs from=<a run, export or weights>, or watch=<a run>, and not both.")
         if self.checkpoint is not None and self.watch is not None:
             raise ConfigError(f"checkpoint={self.checkpoint}: is for from=; watch= judges all. Leave it out.")
-        if self.resize not in RESIZES:
-            raise ConfigError(f"resize={self.resize} is unknown: choose {' or '.join(RESIZES)}.")
+        check_choice("resize", self.resize, ("clean", "tf1"))
         limit(self, "", "count", "samples", "real_samples", least=1)
         limit(self, "", "max_wait_hours", above=0.0)
         self.prompts = read_prompts(self.prompts)
@@ -88,8 +84,7 @@ class EvaluateArgs(PaintingArgs):
         from cascade_train.results.evaluation.judge import Settings, measurable  # heavy: torch and everything above it
 
         own = ("count", "samples", "real_samples", "seed", "batch_size", "height", "width", "compression")
-        networks = ("features", "resize", "clip", "lpips")
-        values = {key: getattr(self, key) for key in (*own, *networks)}
+        values = {key: getattr(self, key) for key in (*own, "features", "resize", "clip", "lpips")}
         return measurable(Settings(**values, prompts=tuple(self.prompts), real=tuple(listed(self.real))), model)
 
 
@@ -105,33 +100,21 @@ def judged(args: EvaluateArgs) -> Verdict | None:
     Raises:
         ConfigError: no trained stage where one is named, settings that do not fit it, or nothing to compare with.
     """
-    run = run_folder(args)
-    if args.watch is not None or args.checkpoint is not None:
-        return _judge_checkpoints(args, run)
-    return _judge_weights(args, run)
+    from cascade_train.results.evaluation.watch import wait_for_run  # heavy: torch and everything above it
+    from cascade_train.results.find import run_of
 
-
-def run_folder(args: EvaluateArgs) -> Path | None:
-    """Return the run that is judged; None = published weights, or an export that was moved away.
-
-    Raises:
-        ConfigError: no run where one is needed.
-    """
-    from cascade_train.results.find import run_of  # heavy: torch and everything above it
-
-    key, named = ("from", args.source) if args.watch is None else ("watch", args.watch)
+    key, named = ("from", str(args.source)) if args.watch is None else ("watch", args.watch)
     if args.watch is not None:
-        from cascade_train.results.evaluation.watch import wait_for_run
-
         wait_for_run(Path(args.watch), max_wait_hours=args.max_wait_hours)
-    found = run_of(Path(str(named)))
-    if found is not None and found.name == "export" and (found.parent / CONFIG_NAME).is_file():
-        found = found.parent
-    if found is not None and is_run(found):
-        return found
-    if args.watch is not None or args.checkpoint is not None:
+    run = run_of(Path(named))
+    if run is not None and run.name == "export" and (run.parent / CONFIG_NAME).is_file():
+        run = run.parent
+    run = run if run is not None and is_run(run) else None  # None = published weights, or an export that was moved
+    if args.watch is None and args.checkpoint is None:
+        return _judge_weights(args, run)
+    if run is None:
         raise ConfigError(f"{key}={named}: is no run. Name the folder of a run.")
-    return None
+    return _judge_checkpoints(args, run, key)
 
 
 def _judge_weights(args: EvaluateArgs, run: Path | None) -> Verdict:
@@ -144,24 +127,23 @@ def _judge_weights(args: EvaluateArgs, run: Path | None) -> Verdict:
     model, decoder = find_stages(args)
     step = None if run is None else exported_step(run)
     name = "export" if step is None else f"step_{step}"
-    default = Path("evaluation") if run is None else run / "evaluation" / name
-    out = default if args.out is None else Path(args.out)
-    stamp = None if run is None else checkpoint_stamp(run / "checkpoints" / name)  # of the same weights
+    out, stamp = Path("evaluation"), None
+    if run is not None:
+        out, stamp = run / "evaluation" / name, checkpoint_stamp(run / "checkpoints" / name)  # of the same weights
+    out = out if args.out is None else Path(args.out)
     with process_group() as world, locked(out, world):
         found = Judge(args.settings(model), world).judge(model, decoder, out, run=run, stamp=stamp)
         publish(found, out, run=run, step=step, track=args.track, is_main=world.is_main)
     return found
 
 
-def _judge_checkpoints(args: EvaluateArgs, run: Path | None) -> Verdict | None:
+def _judge_checkpoints(args: EvaluateArgs, run: Path, key: str) -> Verdict | None:
     """Judge one checkpoint of a run, or each as it appears."""
     from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
     from cascade_train.results.evaluation.judge import Judge
     from cascade_train.results.evaluation.watch import Watched, watch
     from cascade_train.results.find import TrainedModel
 
-    assert run is not None, "refused before"
-    key = "from" if args.watch is None else "watch"
     cfg = load_saved_config(run, allow_any_target=args.allow_any_target, key=key)
     model, decoder = find_stages(args, TrainedModel(origin=f"{key}={run}", cfg=cfg, export=None))
     out = run / "evaluation" if args.out is None else Path(args.out)

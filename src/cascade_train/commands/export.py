@@ -1,15 +1,12 @@
 """Write weights or adapters for other programs.
 
-    cascade-train export from=runs/x format=original
-
-From a run's checkpoint, or from any weights or adapters that the library reads. Formats live in models/formats/.
+cascade-train export from=runs/x format=original
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +18,13 @@ from cascade_train.errors import ConfigError
 from cascade_train.files.hub import HubSource, parse_source, push_folder
 from cascade_train.files.run_folder import is_run, no_checkpoint_yet
 
-COMBINED = "combined"
-"""Format of Stage C, B and A in one folder, and its name in `out`."""
-
-SINGLE_FILE = "single_file"
-"""Format of a whole pipeline in one file."""
-
-NETWORK = {
-    "diffusers": "{part}",
-    "original": "{part}.original.safetensors",
-    SINGLE_FILE: "pipeline.safetensors",
+COMBINED, SINGLE_FILE = "combined", "single_file"
+"""Formats of Stage C, B and A in one folder of this name, and of a whole pipeline in one file."""
+NETWORK = {"diffusers": "{part}", "original": "{part}.original.safetensors", SINGLE_FILE: "pipeline.safetensors"}
+LORA = {"peft": "lora", "single": "lora.safetensors"} | {
+    name: f"lora.{name}.safetensors" for name in ("comfyui", "kohya", "original")
 }
-LORA = {
-    "peft": "lora",
-    "single": "lora.safetensors",
-    "comfyui": "lora.comfyui.safetensors",
-    "kohya": "lora.kohya.safetensors",
-    "original": "lora.original.safetensors",
-}
-"""Format -> what it is called in `out`; a network's part is prior (Stage C) or decoder (Stage B)."""
+"""Format -> its name in `out`; a network's part is prior (Stage C) or decoder (Stage B)."""
 
 
 @dataclass(kw_only=True)
@@ -68,14 +53,12 @@ class ExportArgs(WeightsArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        known = [*(NETWORK | LORA), COMBINED]
         for name in self.formats():
-            if name not in NETWORK | LORA | {COMBINED: COMBINED}:
-                raise ConfigError(f"format={name} is unknown.{did_you_mean(name, [*(NETWORK | LORA), COMBINED])}")
+            if name not in known:
+                raise ConfigError(f"format={name} is unknown.{did_you_mean(name, known)}")
         if self.push is not None and (parse_source(self.push) or HubSource("", None, "-")).repo != self.push:
             raise ConfigError(f"push={self.push} is no repository of the hub. Write it user/name.")
-        self._check_combined()
-
-    def _check_combined(self) -> None:
         if COMBINED not in self.formats():
             for key in ("decoder", "codec"):
                 if getattr(self, key) is not None:
@@ -98,21 +81,28 @@ def export(args: ExportArgs) -> int:
         ConfigError: nothing at `from=`, no such checkpoint, or a format that is not of its kind.
         RunError: what was written reads back differently.
     """
-    source = Path(args.source)
+    source, formats = Path(args.source), args.formats()
     of_run = (source / CONFIG_NAME).is_file() and (source / "checkpoints").is_dir()
     if is_run(source) and (reason := no_checkpoint_yet(source)):
         raise ConfigError(f"from={source}: {reason}")
     out = Path(args.out) if args.out is not None else source / "export" if of_run else Path("export")
-    written: list[str] = []
-    if args.formats() == [COMBINED]:
+    if formats == [COMBINED]:
         _combine(args, out / COMBINED)
-        written = [COMBINED]
     elif of_run:
-        _export_checkpoint(args, source, out)
-    elif not args.formats():
+        cfg = load_saved_config(source, allow_any_target=args.allow_any_target)
+
+        from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
+        from cascade_train.results.export import export_checkpoint
+
+        with process_group() as world:
+            checkpoint = export_checkpoint(cfg, source / "checkpoints", world, step=args.step, out=out)
+        sys.stdout.write(f"{checkpoint.name} of {source} is exported to {out}\n")
+    elif not formats:
         raise ConfigError(f"from={source}: is no run with checkpoints; say what to write it as, e.g. format=original.")
-    if args.formats() not in ([], [COMBINED]):
-        written = _write_formats(args, str(out if of_run else source), out)
+    read, others = str(out if of_run else source), [name for name in formats if name not in (SINGLE_FILE, COMBINED)]
+    written = [COMBINED] if formats == [COMBINED] else []
+    written += _single_file(args, read, out) if SINGLE_FILE in formats else []
+    written += _convert(args, others, read, out) if others else []
     _finish(args, out, written, all_of_run=of_run)
     return 0
 
@@ -136,34 +126,17 @@ def _combine(args: ExportArgs, out: Path) -> None:
     from cascade_train.results.export import export_combined  # heavy: torch and diffusers
     from cascade_train.results.find import find_model, use_codec
 
-    found = partial(find_model, allow_any_target=args.allow_any_target)
-    model = found(args.source, key="from", part="prior")
-    decoder = found(str(args.decoder), key="decoder", part="decoder")
+    is_trusted = args.allow_any_target
+    model = find_model(args.source, key="from", part="prior", allow_any_target=is_trusted)
+    decoder = find_model(str(args.decoder), key="decoder", part="decoder", allow_any_target=is_trusted)
     if args.codec is not None:
         use_codec(decoder, args.codec)
     print_error(out, export_combined(model, decoder, dtype=args.dtype, out=out))
 
 
-def _export_checkpoint(args: ExportArgs, run: Path, out: Path) -> None:
-    cfg = load_saved_config(run, allow_any_target=args.allow_any_target)
-
-    from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
-    from cascade_train.results.export import export_checkpoint
-
-    with process_group() as world:
-        checkpoint = export_checkpoint(cfg, run / "checkpoints", world, step=args.step, out=out)
-    sys.stdout.write(f"{checkpoint.name} of {run} is exported to {out}\n")
-
-
-def _write_formats(args: ExportArgs, source: str, out: Path) -> list[str]:
-    others = [name for name in args.formats() if name != SINGLE_FILE]
-    written = _single_file(args, source, out) if SINGLE_FILE in args.formats() else []
-    return [*written, *(_convert(args, others, source, out) if others else [])]
-
-
 def _single_file(args: ExportArgs, source: str, out: Path) -> list[str]:
-    from cascade_train.models.formats.export import DTYPES
-    from cascade_train.results.find import whole_pipeline  # heavy: torch and diffusers
+    from cascade_train.models.formats.export import DTYPES  # heavy: torch and diffusers
+    from cascade_train.results.find import whole_pipeline
 
     found, name = whole_pipeline(source), NETWORK[SINGLE_FILE]
     if found is None:
@@ -172,24 +145,24 @@ def _single_file(args: ExportArgs, source: str, out: Path) -> list[str]:
             "task=finetune on a model that has one, its export, or a pipeline's folder."
         )
     family, folder, _ = found
-    save, dtype = family.save_single_file, DTYPES.get(args.dtype or "")
-    print_error(out / name, save(folder, out / name, dtype=dtype, title=_title(source)))
+    dtype = DTYPES.get(args.dtype or "")
+    print_error(out / name, family.save_single_file(folder, out / name, dtype=dtype, title=_title(source)))
     return [name]
 
 
 def _title(source: str) -> str:
-    """Return what a file calls itself: the run, or the folder or file, that it was made from."""
+    """Return the title of a file: the name of the run, folder or file that it was made from."""
     from cascade_train.results.find import run_of
 
     return (run_of(Path(source)) or Path(source)).absolute().stem
 
 
 def _convert(args: ExportArgs, formats: list[str], source: str, out: Path) -> list[str]:
-    from cascade_train.models.formats.export import DTYPES, network_config, save_network
+    from cascade_train.models.formats.export import DTYPES, save_network  # heavy: torch and diffusers
     from cascade_train.models.formats.export_lora import export_lora
     from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
     from cascade_train.models.formats.weights import load_state
-    from cascade_train.results.find import stored_network  # heavy: torch and diffusers
+    from cascade_train.results.find import stored_network
 
     network = stored_network(source, model=args.model, key="from", allow_any_target=args.allow_any_target)
     is_lora = holds_lora(source)
@@ -205,11 +178,10 @@ def _convert(args: ExportArgs, formats: list[str], source: str, out: Path) -> li
             path = out / names[name]
             print_error(path, export_lora(lora, network, path, format=name, metadata={}, title=_title(source)))
         return [names[name] for name in formats]
-    config = network_config(network)
+    config = dict(network.config)
     state = load_state(network, source, dtype=DTYPES.get(args.dtype or ""), key="from")
     has_pipeline = Path(source) == out and args.dtype is None  # a run's, where its network alone would go
-    part = network.family.part_of(config)
-    files = {name: names[name].format(part=part) for name in formats}
+    files = {name: names[name].format(part=network.family.part_of(config)) for name in formats}
     for name, file in files.items():
         if not (has_pipeline and name == "diffusers"):
             print_error(out / file, save_network(network.family, state, config, out / file, format=name))

@@ -1,8 +1,6 @@
 """Generate images with trained stages.
 
-    cascade-train generate from=runs/lora-c_tiny prompts=[…]
-
-How stages follow each other lives in results/paint.py, sampling in diffusion/.
+cascade-train generate from=runs/lora-c_tiny prompts=[…]
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from cascade_train.errors import ConfigError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from cascade_train.results.find import TrainedModel
     from cascade_train.results.paint import PromptBatch
 
 
@@ -100,9 +97,12 @@ def painted(args: GenerateArgs, out: str | None) -> list[Image]:
     from cascade_train.results.paint import fit_sizes, paint, paint_cascade  # heavy: torch and everything above it
 
     model, decoder = find_stages(args)
-    refuse_variation(model, args)
-    given = {key: getattr(args, key) for key in ("height", "width", "compression")}
-    sizes = fit_sizes(model, decoder, **given)
+    if args.variation is not None and model.cfg.model.get("image_encoder") is None:
+        raise ConfigError(
+            f"variation={args.variation}: {model.origin} has no image encoder (model.image_encoder), so that no "
+            "image's embedding is a condition of it. Use a Stage C with one, such as c_1b or c_3b, or start_image=…."
+        )
+    sizes = fit_sizes(model, decoder, height=args.height, width=args.width, compression=args.compression)
     orders = make_orders(args, sizes.painted, model.cfg.model.image_size)
     with process_group() as world:
         folder = None if out is None else make_folder(out)
@@ -131,7 +131,7 @@ def make_orders(args: GenerateArgs, size: tuple[int, int], side: int) -> Iterato
 
     files = GuideFiles(
         key="image" if args.control is None else "control",
-        paths=listed(args.image if args.control is None else args.control),
+        paths=listed(args.image) or listed(args.control),
         strength=args.strength,
         starts=listed(args.start_image),
         start_strength=START_STRENGTH if args.start_strength is None else args.start_strength,
@@ -144,15 +144,6 @@ def make_orders(args: GenerateArgs, size: tuple[int, int], side: int) -> Iterato
         prompts, numbers = zip(*jobs[start : start + args.batch_size], strict=True)
         captions = tuple(args.prompts[prompt] for prompt in prompts)
         yield PromptBatch(captions=captions, numbers=numbers, guide=files.guide(prompts, numbers))
-
-
-def refuse_variation(model: TrainedModel, args: GenerateArgs) -> None:
-    """Check that an image's embedding is a condition of the stage, where one is given."""
-    if args.variation is not None and model.cfg.model.get("image_encoder") is None:
-        raise ConfigError(
-            f"variation={args.variation}: {model.origin} has no image encoder (model.image_encoder), so that no "
-            "image's embedding is a condition of it. Use a Stage C with one, such as c_1b or c_3b, or start_image=…."
-        )
 
 
 COMMAND = Command(arguments=GenerateArgs, run=generate, many_ranks=True)

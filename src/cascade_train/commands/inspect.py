@@ -2,8 +2,7 @@
 
     cascade-train inspect data.urls=… out=inspect.html
 
-Opens the data as a training does and writes a page, and a list for data.quarantine. No model is built, no weights are
-read.
+No model is built, no weights are read.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from cascade_train.options import check_choice
 
 FAULTS = ("unreadable", "duplicates", "near", "empty", "long")
 """What may be listed for data.quarantine."""
-
 DEFAULTS = {"model": "c_3b", "task": "finetune"}
 """What is composed where nothing is chosen; only sizes and the tokenizer follow from it."""
 
@@ -55,12 +53,7 @@ class InspectArgs:
 
 
 def inspect(args: InspectArgs, cfg: DictConfig) -> int:
-    """Look at the data, write the page, print a summary, and return 0.
-
-    Raises:
-        ConfigError: the data is missing, not of its source's form, or only to be streamed.
-        RunError: the data or the page cannot be read or written.
-    """
+    """Look at the data, write the page, print a summary, and return 0."""
     from cascade_train.assembly.components import build_component  # heavy: torch and everything above it
     from cascade_train.data.data_set import open_data_set
     from cascade_train.data.survey.look import survey
@@ -81,7 +74,7 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
         except RunError as error:  # a page about data too damaged for a batch is worth having
             batch = None
             log.append(f"No batch could be made: {error}")
-    encoder = cfg.model.get("text_encoder") or {}
+    encoder, is_dropped = cfg.model.get("text_encoder") or {}, cfg.data.get("leftover") == "drop"
     count = token_counter(encoder.get("tokenizer"), encoder.get("tokenizer_subfolder"))
     report = Report(
         title=f"Data of {cfg.data._target_.rpartition('.')[2]}, for pictures of {cfg.data.image_size} pixels",
@@ -92,7 +85,7 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
         counted_by=count.name,
         log=tuple(log),
         batch=batch,
-        unfilled=unfilled(data.training.shapes, cfg) if cfg.data.get("leftover") == "drop" else 0,
+        unfilled=int((data.training.shapes % cfg.train.global_batch_size).sum()) if is_dropped else 0,
     )
     write("out", args.out, report.page())
     told = [*report.lines(), f"{args.out} shows it all."]
@@ -107,17 +100,11 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
     return 0
 
 
-def unfilled(shapes: Any, cfg: DictConfig) -> int:
-    """Return how many samples of an epoch fill no global batch of their shape."""
-    return int((shapes % cfg.train.global_batch_size).sum())
-
-
 def allow_unreadable(node: Any) -> None:
     """Let every source below a node open data with any share of unreadable samples: the report lists them."""
-    children = list(node.values()) if isinstance(node, DictConfig) else list(node)
     if isinstance(node, DictConfig) and "max_unreadable_share" in node:
         node.max_unreadable_share = 1.0
-    for child in children:
+    for child in list(node.values() if isinstance(node, DictConfig) else node):
         if isinstance(child, DictConfig | ListConfig):
             allow_unreadable(child)
 

@@ -41,25 +41,19 @@ class MergeArgs(WeightsArgs):
 
 
 def merge(args: MergeArgs) -> int:
-    """Write the merged weights, read them back, print the relative error, and return 0.
-
-    Raises:
-        ConfigError: weights or adapters that do not exist or do not fit each other.
-        RunError: what was written reads back differently.
-    """
-    from cascade_train.models.formats.export import DTYPES, network_config, save_network
+    """Write the merged weights, read them back, print the relative error, and return 0."""
+    from cascade_train.models.formats.export import DTYPES, save_network  # heavy: torch and diffusers
     from cascade_train.models.formats.export_lora import merge_all
     from cascade_train.models.formats.weights import load_state
-    from cascade_train.results.find import stored_network  # heavy: torch and diffusers
+    from cascade_train.results.find import stored_network
 
     network = stored_network(args.source, model=args.model, key="from", allow_any_target=args.allow_any_target)
-    config = network_config(network)
+    config = dict(network.config)
     state = load_state(network, args.source, dtype=DTYPES.get(args.dtype or ""), key="from")
     merge_all(network, state, listed(args.lora), args.strengths(), key="lora", module_filters=args.module_filters)
     out = Path(args.out)
     format = "original" if out.suffix == ".safetensors" else "diffusers"
-    error = save_network(network.family, state, config, out, format=format)
-    print_error(out, error)
+    print_error(out, save_network(network.family, state, config, out, format=format))
     return 0
 
 

@@ -1,8 +1,8 @@
 """Write a folder of pictures as webdataset tars.
 
-    cascade-train pack folder=DIR out=DIR [samples_per_shard=1000] [name=…] [seed=…] [caption_from=…]
+    cascade-train pack folder=DIR out=DIR
 
-Pictures are decoded on the way, and the tars are read back before they count. The same folder gives the same bytes.
+The tars are read back and compared. The same folder gives the same bytes.
 """
 
 from __future__ import annotations
@@ -41,12 +41,7 @@ class PackArgs:
 
 
 def pack(args: PackArgs) -> int:
-    """Write the tars, print what they hold and what was left out, and return 0.
-
-    Raises:
-        ConfigError: no such folder, no usable picture, or tars that are there already.
-        RunError: something cannot be read or written, or reads back differently.
-    """
+    """Write the tars, print what they hold and what was left out, and return 0."""
     from cascade_train.data.folder import Folder  # heavy: torch
     from cascade_train.data.tar.packing import pack as pack_folder
 

@@ -2,7 +2,7 @@
 
     cascade-train plan experiment=finetune_c_3b ranks=8 device=h100
 
-Takes the overrides of the run, and needs no GPU, weights or network. Data is opened where it is on this machine.
+Needs no GPU, weights or network.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from cascade_train.assembly.planning.devices import DEVICES
 from cascade_train.commands.inspect import library_log
 from cascade_train.commands.parts.command_line import Command
+from cascade_train.config.arguments import declared_roles
+from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import limit
-from cascade_train.errors import ConfigError
+from cascade_train.options import check_choice
 
 if TYPE_CHECKING:
     from cascade_train.assembly.planning.plan import Plan
@@ -44,15 +45,14 @@ class PlanArgs:
 
     def __post_init__(self) -> None:
         limit(self, "", "ranks", least=1)
-        if self.device not in DEVICES:
-            raise ConfigError(f"device={self.device} is unknown: choose {', '.join(DEVICES)}.")
+        self.ranks = int(os.environ.get("WORLD_SIZE", "1")) if self.ranks is None else self.ranks
+        check_choice("device", self.device, list(DEVICES))
 
 
 def plan(args: PlanArgs, cfg: DictConfig) -> int:
     """Print the plan and return 0; raises as `planned`."""
     found = planned(args, cfg)
-    text = json.dumps(dataclasses.asdict(found), indent=2) if args.json else str(found)
-    sys.stdout.write(f"{text}\n")
+    print(json.dumps(dataclasses.asdict(found), indent=2) if args.json else found)
     return 0
 
 
@@ -61,29 +61,22 @@ def planned(args: PlanArgs, cfg: DictConfig) -> Plan:
     from cascade_train.assembly.planning.plan import make_plan  # heavy: torch and everything above it
     from cascade_train.assembly.planning.samples import Samples, look
 
+    assert args.ranks is not None
     samples = Samples(notes=["not opened"])
     if args.samples:
         with library_log() as log:
-            samples = look(cfg, log, ranks=ranks_of(args))
-    return make_plan(cfg, ranks=ranks_of(args), device=args.device, samples=samples)
+            samples = look(cfg, log, ranks=args.ranks)
+    return make_plan(cfg, ranks=args.ranks, device=args.device, samples=samples)
 
 
 def checked(args: PlanArgs, cfg: DictConfig) -> DictConfig:
     """Return a configuration as a training on `ranks` has it; files that it must name may be left out."""
-    from cascade_train.config.arguments import declared_roles
-    from cascade_train.config.preflight import preflight
-
     for key in sorted(OmegaConf.missing_keys(cfg)):
         node, _, name = key.rpartition(".")
         options = OmegaConf.to_container(OmegaConf.select(cfg, node), resolve=False) if node else {}
         if "File" in declared_roles(options).get(name, ()):  # type: ignore[arg-type]
             OmegaConf.update(cfg, key, NOT_GIVEN)
-    return preflight(cfg, ranks=ranks_of(args))
-
-
-def ranks_of(args: PlanArgs) -> int:
-    """Return the number of ranks that is planned for."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if args.ranks is None else args.ranks
+    return preflight(cfg, ranks=args.ranks)
 
 
 COMMAND = Command(arguments=PlanArgs, run=plan, run_defaults={}, check=checked)

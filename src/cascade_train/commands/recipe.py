@@ -1,8 +1,6 @@
 """Import another trainer's configuration as an experiment.
 
-    cascade-train recipe import config.toml out=conf-dir/experiment/name.yaml
-
-Reads the files of eight trainers, Stable Cascade's own among them. What their keys mean lives in config/recipes/.
+cascade-train recipe import config.toml out=conf-dir/experiment/name.yaml
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from cascade_train.commands.parts.command_line import Command
 from cascade_train.config.recipes.layouts import system_of
 from cascade_train.config.recipes.official import BEHAVIOURS
 from cascade_train.config.recipes.reading import read_flags, read_source
-from cascade_train.config.recipes.recipe import Recipe
+from cascade_train.config.recipes.recipe import Recipe, settle, try_out
 from cascade_train.config.recipes.systems import from_source
 from cascade_train.config.recipes.table import SYSTEMS
 from cascade_train.errors import ConfigError
@@ -47,20 +45,14 @@ class ImportArgs:
 
     def __post_init__(self) -> None:
         check_least("ranks", self.ranks, 1, "it counts processes.")
-        if self.behaviour not in (None, *BEHAVIOURS):
-            raise ConfigError(f"behaviour={self.behaviour} is unknown: choose {' or '.join(BEHAVIOURS)}.")
+        if self.behaviour is not None:
+            check_choice("behaviour", self.behaviour, BEHAVIOURS)
         if self.system is not None:
             check_choice("system", self.system, sorted(SYSTEMS))
 
 
 def import_recipe(args: ImportArgs) -> int:
-    """Write the experiment, print its command and what became of each key, and return 0.
-
-    Raises:
-        ConfigError: a file that cannot be read or is of no known trainer, a refused value, or an `out` that is taken.
-    """
-    from cascade_train.config.recipes.trial import try_out  # heavy: torch
-
+    """Write the experiment, print its command and what became of each key, and return 0."""
     out = Path(args.out)
     if out.suffix != ".yaml" or out.parent.name != "experiment":
         raise ConfigError(f"out={args.out} must be named experiment/<name>.yaml, in a folder that --config-dir names.")
@@ -68,24 +60,18 @@ def import_recipe(args: ImportArgs) -> int:
         raise ConfigError(f"out={args.out} exists. Choose another name, or replace it by overwrite=true.")
     recipe = translate(read_source(Path(args.source)), args)
     try_out(recipe, args.source, ranks=args.ranks)
-    asked = "".join(f" {group}=..." for group in sorted(recipe.asked))
-    command = f"cascade-train --config-dir {out.absolute().parents[1]} experiment={out.stem}{asked}"
+    end = "".join([f" experiment={out.stem}", *(f" {group}=..." for group in sorted(recipe.asked))])
     out.parent.mkdir(parents=True, exist_ok=True)
-    shown = f"cascade-train --config-dir {out.parents[1]} experiment={out.stem}{asked}"
-    out.write_text(recipe.text(title=f"Imported from {printable(Path(args.source).name)}.", command=printable(shown)))
-    print(f"Wrote {out}. Run it: {command}")
+    command = printable(f"cascade-train --config-dir {out.parents[1]}{end}")
+    out.write_text(recipe.text(title=f"Imported from {printable(Path(args.source).name)}.", command=command))
+    print(f"Wrote {out}. Run it: cascade-train --config-dir {out.absolute().parents[1]}{end}")
     for line in recipe.report():
         print(printable(line))
     return 0
 
 
 def translate(source: Any, args: ImportArgs) -> Recipe:
-    """Return what a configuration means here.
-
-    Raises:
-        ConfigError: it is of no known trainer, or one of its row filters is refused.
-    """
-    from cascade_train.config.recipes.trial import settle  # heavy: torch
+    """Return what a configuration means here; a ConfigError where it is of no known trainer, or a value is refused."""
     from cascade_train.data.index.row_filter import parse_row_filters  # heavy: numpy
 
     system = args.system or system_of(source)
@@ -101,18 +87,12 @@ def translate(source: Any, args: ImportArgs) -> Recipe:
         recipe = from_source(system, source, path=path, flags=flags, ranks=args.ranks, model=args.model, fills=fills)
         settle(recipe)
         parse_row_filters(recipe.values.get("data.row_filters"))
-    except ConfigError:
-        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{args.source} holds a value of another type than its trainer reads: {error}.") from error
     return recipe
 
 
-COMMAND = {
-    "import": Command(
-        arguments=ImportArgs,
-        run=import_recipe,
-        usage="import FILE out=<folder>/experiment/<name>.yaml",
-        words=("from",),
-    )
-}
+USAGE = "import FILE out=<folder>/experiment/<name>.yaml"
+COMMAND = {"import": Command(arguments=ImportArgs, run=import_recipe, usage=USAGE, words=("from",))}

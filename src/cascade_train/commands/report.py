@@ -1,8 +1,6 @@
 """Write one HTML page on a run, or on a sweep and export its best run.
 
-    cascade-train report runs/x
-
-Pages need no other file and no network. A run writes its own at its end; engine/run/report.py makes them.
+cascade-train report runs/x
 """
 
 from __future__ import annotations
@@ -17,13 +15,11 @@ from typing import Any
 
 from cascade_train.commands.parts.command_line import Command, listed
 from cascade_train.config.saved import CONFIG_NAME, recipe_of
-from cascade_train.config.sweep import RESULTS
-from cascade_train.config.sweeps.naming import key_of
-from cascade_train.config.sweeps.ranking import KINDS, LOSS, Result, is_result, metric_of, ranked
+from cascade_train.config.sweeps.runs import LOSS, Result, ended_runs, key_of, metric_of, ranked
 from cascade_train.engine.run import report as pages
-from cascade_train.engine.run.records import is_number, newest_grid, read_metrics
+from cascade_train.engine.run.report import is_number, newest_grid, read_metrics
 from cascade_train.errors import ConfigError, RunError, unwritten
-from cascade_train.files.untrusted import read_mapping, read_rows
+from cascade_train.files.untrusted import read_mapping
 from cascade_train.redaction import redact_argument
 
 log = logging.getLogger(__name__)
@@ -31,10 +27,9 @@ log = logging.getLogger(__name__)
 MOST_SHOWN = 24
 """Runs of a sweep whose curves and samples are shown, the best of them."""
 SHOWN = (LOSS, "validate/", "validate_ema/")
-"""How the names of a sweep's curves begin."""
+"""Prefixes of the curves that a sweep's page shows."""
 LEVEL = "_logsnr_"
-"""What the names of losses at one noise level hold, of which a sweep has too many."""
-BEST = {"min": "smallest", "max": "largest"}
+"""In the names of losses at one noise level, of which a sweep has too many."""
 
 
 @dataclass(kw_only=True)
@@ -54,19 +49,21 @@ class ReportArgs:
 
 
 def report(args: ReportArgs) -> int:
-    """Write the page, export what is promoted, print where both lie, and return 0.
-
-    Raises:
-        ConfigError: no run and no sweep there, or nothing to promote.
-        RunError: the page cannot be written.
-    """
-    folder = Path(args.source)
-    results = [] if is_run(folder) else sweep_results(folder)
+    """Write the page, export what is promoted, print where both are, and return 0."""
+    folder, against = Path(args.source), [Path(each) for each in listed(args.against)]
+    results = [] if (folder / CONFIG_NAME).is_file() else sweep_results(folder)
     if results and args.against is not None:
         raise ConfigError(f"against={args.against}: is for the page of a run. That of a sweep has all its runs.")
     best = None if args.promote is None else best_run(args, results)
     path = folder / pages.PAGE_NAME if args.out is None else Path(args.out)
-    data = sweep_data(folder, results) if results else run_data(folder, [Path(each) for each in listed(args.against)])
+    for other in against:
+        if not (other / CONFIG_NAME).is_file():
+            raise ConfigError(f"against={other}: is no run; it has no {CONFIG_NAME}. Name the folders of runs.")
+    if results:
+        data = sweep_data(folder, results)
+    else:
+        bases = recipe_of(overrides_of(folder), pages.read_config(folder))
+        data = pages.run_data(folder, bases=bases, against=against)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         pages.write_page(path, data)
@@ -80,42 +77,22 @@ def report(args: ReportArgs) -> int:
     return 0
 
 
-def is_run(folder: Path) -> bool:
-    """Return whether a folder is a run's."""
-    return (folder / CONFIG_NAME).is_file()
-
-
-def run_data(run: Path, against: Sequence[Path]) -> pages.Data:
-    """Return what the page of a run shows; a ConfigError where one of those `against` it is no run."""
-    for other in against:
-        if not is_run(other):
-            raise ConfigError(f"against={other}: is no run; it has no {CONFIG_NAME}. Name the folders of runs.")
-    return pages.run_data(run, bases=recipe_of(overrides_of(run), pages.read_config(run)), against=against)
-
-
 def overrides_of(run: Path) -> list[str]:
-    """Return what the command line of a run set; of a run of an earlier version, as its environment recorded it."""
+    """Return a run's overrides; for a run of an earlier version, as its environment recorded them."""
     start = read_mapping(run / "start.json", overrides=list)
-    if "overrides" in start:
-        return [str(each) for each in start["overrides"]]
     words = read_mapping(run / "environment.json", command_line=list).get("command_line", [])
-    return [str(word) for word in words if "=" in str(word)]
+    return [str(word) for word in start.get("overrides", [word for word in words if "=" in str(word)])]
 
 
 def sweep_results(folder: Path) -> list[Result]:
-    """Return the results of a sweep, the best first; of one that has not ended, of the runs that have.
+    """Return the results of a sweep's ended runs, the best first; a ConfigError where there are none.
 
     A run that is not where it was when it ended is looked for in the sweep's folder, which may have been moved.
-
-    Raises:
-        ConfigError: the folder is no sweep's, or no run in it has ended.
     """
-    found = list(read_rows(folder / RESULTS, **KINDS))
+    found = ended_runs(folder)
     if not found:
-        found = [read_mapping(path, **KINDS) for path in sorted((folder / ".results").glob("[!.]*.json"))]
-    found = [each for each in found if is_result(each)]
-    if not found:
-        reason = "no such folder" if not folder.is_dir() else f"neither {CONFIG_NAME} nor {RESULTS} with a result in it"
+        reason = f"neither {CONFIG_NAME} nor results.jsonl with a result in it"
+        reason = reason if folder.is_dir() else "no such folder"
         raise ConfigError(f"from={folder}: {reason}. Name the folder of a run, or of a sweep a run of which has ended.")
     for each in found:
         run = Path(each["run_dir"])
@@ -123,8 +100,8 @@ def sweep_results(folder: Path) -> list[Result]:
         each["run_dir"] = str(run if run.is_dir() else folder / run.name)
     own = [each for each in found if is_of_sweep(folder, each)]
     if len(own) < len(found):
-        strange = next(each["run_dir"] for each in found if each not in own)
-        log.warning("%s names runs of other sweeps, which are left out, such as %s.", folder, strange)
+        other = next(each["run_dir"] for each in found if each not in own)
+        log.warning("%s names runs of other sweeps, which are left out, such as %s.", folder, other)
     if not own:
         raise ConfigError(f"from={folder}: all runs that it names are of other sweeps. Name the sweep's own folder.")
     return ranked(own)
@@ -139,11 +116,7 @@ def is_of_sweep(folder: Path, result: Result) -> bool:
 
 
 def best_run(args: ReportArgs, results: Sequence[Result]) -> Path:
-    """Return the directory of the best of the ranked results.
-
-    Raises:
-        ConfigError: there are none, since it is a run, or no run of the sweep ended well and has a value.
-    """
+    """Return the directory of the best of the ranked results; a ConfigError where there is none."""
     if not results:
         raise ConfigError(
             f"promote={args.promote}: is for a sweep, and {args.source} is a run. Export that with cascade-train "
@@ -159,20 +132,21 @@ def best_run(args: ReportArgs, results: Sequence[Result]) -> Path:
 
 
 def sweep_data(folder: Path, results: Sequence[Result]) -> pages.Data:
-    """Return what the page of a sweep shows of its ranked results, as JSON values with secrets hidden."""
+    """Return the data of a sweep's page from its ranked results, as JSON values with secrets hidden."""
     name, mode = metric_of(results)
     runs = {Path(each["run_dir"]).name: Path(each["run_dir"]) for each in results[:MOST_SHOWN]}
     grids = {run: grid for run, path in runs.items() if (grid := newest_grid(path)) is not None}
     failed = sum(bool(each["exit_code"]) for each in results)
+    best = "smallest" if mode == "min" else "largest"
     text = {
         "title": f"Sweep {folder.resolve().name}",
         "state": {"kind": "stopped" if failed else "finished", "text": f"{len(results)} runs, {failed} failed."},
-        "facts": {"best run": results[0]["run_dir"], "ranked by": f"{name}, the {BEST[mode]} first"},
+        "facts": {"best run": results[0]["run_dir"], "ranked by": f"{name}, the {best} first"},
         "sweep": {"metric": name, "mode": mode, **sweep_table(results, name)},
         "config": pages.read_config(Path(results[0]["run_dir"])),
     }
     curves = [{"name": run, "series": curves_of(path)} for run, path in runs.items()]
-    return {**pages.hidden(text), "runs": curves, "samples": pages.samples(grids)}
+    return {**pages.hide_secrets(text), "runs": curves, "samples": pages.samples(grids)}
 
 
 def sweep_table(results: Sequence[Result], metric: str) -> pages.Data:
@@ -194,7 +168,7 @@ def sweep_table(results: Sequence[Result], metric: str) -> pages.Data:
 
 
 def setting(override: str) -> tuple[str, float | str]:
-    """Return what an override sets, and its value, as a number where it is one."""
+    """Return the key of an override, and its value, as a number where it is one."""
     value = override.partition("=")[2]
     try:
         number = int(value) if value.isdecimal() else float(value)

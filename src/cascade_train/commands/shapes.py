@@ -1,9 +1,8 @@
 """Write the procedural pictures as webdataset tars.
 
-    cascade-train shapes out=DIR [samples=2000] [samples_per_shard=500] [image_size=96] [seed=0]
+    cascade-train shapes out=DIR
 
-Each sample is KEY.png (lossless), KEY.txt, and KEY.json with the words of the scene. The same arguments write
-the same bytes.
+Each sample is KEY.png, KEY.txt, and KEY.json with the words of the scene. The same arguments write the same bytes.
 """
 
 from __future__ import annotations
@@ -11,14 +10,11 @@ from __future__ import annotations
 import io
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cascade_train.commands.parts.command_line import Command
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.options import check_least
-
-if TYPE_CHECKING:
-    from cascade_train.data.shapes import Shapes
 
 
 @dataclass(kw_only=True)
@@ -38,11 +34,7 @@ class ShapesArgs:
 
 
 def write_shapes(args: ShapesArgs) -> list[Path]:
-    """Write the tars `shapes-000000.tar`, ... and return their paths.
-
-    Raises:
-        ConfigError: the folder holds shards already, or a number is out of range.
-    """
+    """Write the tars `shapes-000000.tar`, ... into a folder without any, and return their paths."""
     from cascade_train.data.shapes import Shapes  # heavy: torch
     from cascade_train.data.tar.members import write_tar
 
@@ -64,25 +56,24 @@ def write_shapes(args: ShapesArgs) -> list[Path]:
     if any(out.glob("shapes-*.tar")):
         raise ConfigError(f"out={out} holds shapes-*.tar already: remove them or choose another folder")
     firsts = range(0, args.samples, args.samples_per_shard)
+
+    def encoded(row: int) -> dict[str, Any]:
+        scene, caption, picture = source.draw(row)
+        file = io.BytesIO()
+        picture.save(file, format="png")
+        return {"__key__": f"{row:07d}", "png": file.getvalue(), "txt": caption, "json": asdict(scene)}
+
     return [
         write_tar(
             out / f"shapes-{i:06d}.tar",
-            (encoded(source, row) for row in range(first, min(first + args.samples_per_shard, args.samples))),
+            map(encoded, range(first, min(first + args.samples_per_shard, args.samples))),
         )
         for i, first in enumerate(firsts)
     ]
 
 
-def encoded(source: Shapes, row: int) -> dict[str, Any]:
-    """Return one sample by extension, its key as `__key__`."""
-    scene, caption, picture = source.draw(row)
-    file = io.BytesIO()
-    picture.save(file, format="png")
-    return {"__key__": f"{row:07d}", "png": file.getvalue(), "txt": caption, "json": asdict(scene)}
-
-
 def shapes(args: ShapesArgs) -> int:
-    """Write the tars and print where they lie; return 0, or raise a RunError where they cannot be written."""
+    """Write the tars and print where they are; return 0."""
     try:
         paths = write_shapes(args)
     except OSError as error:

@@ -2,7 +2,7 @@
 
     cascade-train train task=lora model=c_tiny
 
-Declares no COMMAND: its arguments are Hydra's, read by config/launch.py.
+Declares no COMMAND: config/launch.py reads its arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cascade_train.signals import while_importing
 
 
 def train(cfg: DictConfig) -> int:
-    """Train one checked configuration. The loop is imported here, after every refusal."""
+    """Train one checked configuration."""
     if _is_alone():
         from cascade_train.engine.run.lock import check_folder
 
@@ -33,9 +33,6 @@ def checked(cfg: DictConfig) -> DictConfig:
     """Return a composed configuration as preflight does; a missing file is refused before torch is imported.
 
     Several ranks check files together later, so that all of them end with the same code. Opening the data checks again.
-
-    Raises:
-        ConfigError: as preflight, or a file, a folder or a column is missing.
     """
     from cascade_train.config.preflight import preflight
 

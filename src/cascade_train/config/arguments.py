@@ -24,10 +24,7 @@ from cascade_train.errors import ConfigError
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 """Keys of a component that are none of its arguments."""
 
-SCALARS: Mapping[type, tuple[type, ...]] = {
-    **{int: (int,), float: (int, float), str: (str,), bool: (bool,)},
-    **{Path: (str,), bytes: (bytes,)},
-}
+SCALARS: dict[type, Any] = {int: int, float: (int, float), str: str, bool: bool, Path: str, bytes: bytes}
 COLLECTIONS = (list, tuple, set, frozenset, Sequence, Iterable, Collection, dict, Mapping, MutableMapping)
 OPEN_TYPES = (enum.Enum, str, int, float, dict, tuple)
 """Subclasses of these stand for plain values too."""
@@ -53,7 +50,7 @@ class Parameter(NamedTuple):
 
 
 class Option(NamedTuple):
-    """One value of a configuration, with the roles of the option that holds it."""
+    """One value of a configuration, with the roles of its option."""
 
     key: str
     value: Any
@@ -78,12 +75,12 @@ def _parameter(made: Any, found: inspect.Parameter) -> Parameter:
     if annotation is found.empty:
         return Parameter(Any, "", required)
     written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    roles = set[str]()  # by their names too, which a module may import for type checkers alone
+    hint = _evaluated(made, found.name, annotation)
+    roles = {*hint.__metadata__} if get_origin(hint) is Annotated else set[str]()
+    # a module may import these for types alone
     while marked := re.fullmatch(r"(Free|Order|File|Positive|Several|Share|Rising)\[(.*)]", written):
         roles.add(marked[1])
         written = marked[2]
-    hint = _evaluated(made, found.name, annotation)
-    roles.update(hint.__metadata__ if get_origin(hint) is Annotated else ())
     return Parameter(hint, written, required, frozenset(roles))
 
 
@@ -134,7 +131,7 @@ def items_match(value: Collection[Any], origin: Any, items: Sequence[Any], check
     return len(held) == len(wanted) and all(map(check, held, wanted))
 
 
-def _may_make(component: Mapping[str, Any], parent: type) -> bool:
+def _may_make(component: Mapping[str, Any], parent: Any) -> bool:
     """Return whether a component's class is `parent` or one of its subclasses; True where it is unknown."""
     if component.get("_partial_") or parent is Callable or getattr(parent, "_is_protocol", False):
         return True
@@ -189,12 +186,12 @@ def free_keys(config: Mapping[str, Any]) -> set[str]:
 
 def make_absolute(cfg: DictConfig) -> None:
     """Make every existing path of a root configuration absolute, in place; hub ids and urls stay as they are."""
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(absolute, value))
+        return str(Path(value).absolute()) if isinstance(value, str) and is_existing_path(value) else value
+
     for key, value, roles in list(component_options(OmegaConf.to_container(cfg))):  # type: ignore[arg-type]
         if "File" in roles or key in LOOP_FILES:
-            OmegaConf.update(cfg, key, _absolute(value))
-
-
-def _absolute(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_absolute(each) for each in value]
-    return str(Path(value).absolute()) if isinstance(value, str) and is_existing_path(value) else value
+            OmegaConf.update(cfg, key, absolute(value))

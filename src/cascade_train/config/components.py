@@ -6,11 +6,10 @@ preflight.py.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.arguments import HYDRA_KEYS, Parameter, fits, literals, needs_component, parameters
 from cascade_train.config.contracts import broken_contract, hold_returns
-from cascade_train.config.groups import did_you_mean, group_options, groups, nearest, options_with
+from cascade_train.config.groups import group_form, groups, nearest, unknown_hint
 from cascade_train.config.help import argument_doc, meaning_of
 from cascade_train.config.targets import check_targets, components_in, import_target, is_component
 from cascade_train.errors import ConfigError
@@ -74,36 +73,34 @@ def _constructed(node: Any, path: str, trial: bool) -> Any:
         return node
     recurse = node.get("_recursive_", True)
     values = {key: _constructed(value, f"{path}.{key}", trial) if recurse else value for key, value in node.items()}
-    if any(value is LATER for value in values.values()):
-        return LATER
-    if not is_component(node):
-        return values
+    is_later = any(value is LATER for value in values.values())
+    if is_later or not is_component(node):
+        return LATER if is_later else values
     named = {key: value for key, value in values.items() if key not in HYDRA_KEYS}
     make = functools.partial(import_target(node["_target_"]), *values.get("_args_", ()), **named)
     try:
-        if trial and not isinstance(make.func, type):
-            return LATER
-        if node.get("_partial_"):
-            if trial:
-                _try_optimizer(make)
-            return make
-        return LATER if trial and _is_module(make.func) else make()
+        is_partial = node.get("_partial_", False)
+        if trial:
+            return _tried(make, is_partial=is_partial)
+        return make if is_partial else make()
     except ValueError as error:
         if trial and "process group has not been initialized" in str(error):
             return LATER  # it asks for its rank, which it has once the run begins
         raise ConfigError(by_path(str(error), path)) from error
 
 
-def _is_module(made: Any) -> bool:
+def _tried(make: functools.partial[Any], *, is_partial: bool) -> Any:
+    """Construct on trial what is not expensive; return `LATER` in the place of the rest."""
     torch = sys.modules.get("torch")
-    return torch is not None and issubclass(made, torch.nn.Module)
+    if not isinstance(make.func, type) or (torch and not is_partial and issubclass(make.func, torch.nn.Module)):
+        return LATER
+    if is_partial and torch and issubclass(make.func, torch.optim.Optimizer):
+        _try_optimizer(make, torch)
+    return make if is_partial else make()
 
 
-def _try_optimizer(make: functools.partial[Any]) -> None:
-    """Let an optimizer of torch check its arguments, where `make` is one: first without parameters, which is cheap."""
-    torch = sys.modules.get("torch")
-    if torch is None or not issubclass(make.func, torch.optim.Optimizer):  # type: ignore[arg-type]
-        return
+def _try_optimizer(make: functools.partial[Any], torch: Any) -> None:
+    """Let an optimizer check its arguments: first without parameters, which is cheap."""
     lr = parameters(make.func)[0].get("lr")
     needed = {"lr": 1.0} if lr is not None and lr.required and "lr" not in make.keywords else {}
     for tried in ([], [torch.nn.Parameter(torch.zeros(2, 2))]):
@@ -123,26 +120,6 @@ def check_is_component(path: str, node: Any) -> None:
     """Refuse a root component that is something else, such as a text."""
     if not is_component(node):
         raise ConfigError(f"{path}={_shown(node)} is not a component (a node with _target_). {group_form(path, node)}")
-
-
-def group_form(path: str, value: Any) -> str:
-    """Return the sentence that says how the component at `path` is chosen."""
-    parent, _, name = path.rpartition(".")
-    root = path.partition(".")[0]
-    if parent and name not in groups():
-        options = ", ".join(f"{root}={choice}" for choice in group_options(root))
-        return f"Choose it by the group {root} ({options}), or name its class by {path}._target_=package.Class."
-    option = value if isinstance(value, str) and value.isidentifier() else "<option>"
-    near = difflib.get_close_matches(option, group_options(name), n=1) or ["<option>"]
-    key = f"{name}@{path}" if parent else path
-    return f"Choose it by its group: {key}={near[0]} (options: {', '.join(group_options(name))})."
-
-
-def unknown_hint(node: str, key: str, known: Iterable[str]) -> str:
-    """Return a sentence on an unknown key of a component: the nearest of `known`, or the options that have the key."""
-    near = did_you_mean(key, known, f"{node}.")
-    options = [] if near.startswith(" Did you mean") else options_with(node, key)
-    return f" It is a key of {' and '.join(f'{node}={o}' for o in options)}." if options else near
 
 
 def missing_message(path: str, cfg: Mapping[str, Any]) -> str:

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 from hydra.errors import (
-    ConfigCompositionException,
     HydraException,
     InstantiationException,
     MissingConfigException,
     OverrideParseException,
 )
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cascade_train.config.groups import did_you_mean, groups, nearest
+from cascade_train.config.groups import (
+    did_you_mean,
+    group_form,
+    group_options,
+    groups,
+    key_paths,
+    nearest,
+    options_with,
+    unknown_hint,
+)
 from cascade_train.config.overrides import quoted_form, refusal
 from cascade_train.config.schema import COMPONENTS
 from cascade_train.errors import (
@@ -43,15 +53,8 @@ from cascade_train.errors import (
 from cascade_train.redaction import logged
 from cascade_train.signals import handling
 
-FP16 = (
-    "train.precision=fp16 is refused: activations of Stage C and of some autoencoders overflow its range, and no loss "
-    "is scaled here. Use train.precision=bf16, or fp32 for tiny models."
-)
-
 SECONDS_FOR_RANK_ZERO = 10.0
 """torchrun ends all ranks with the first that exits; the other ranks wait until rank 0 has reported."""
-
-STOPPED_IN_ORDER = "Stopped as asked, and saved. The same command continues."
 
 NO_MEMORY = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
@@ -79,17 +82,22 @@ def exit_code(action: Callable[[], Any], *, remedy: str = "") -> int:
 def noted(code: int) -> int:
     """Return an exit code; that of an orderly stop is noted for torchrun."""
     if code == STOPPED:
-        _write_error_file(STOPPED_IN_ORDER)
+        _write_error_file("Stopped as asked, and saved. The same command continues.")
     return code
 
 
 def code_of(error: Exception | KeyboardInterrupt, *, remedy: str = "") -> int:
     """Report an error, and return the exit code that it stands for, as `exit_code` does."""
-    origin = _origin_in_interrupt(error)
-    if origin is not None:
-        return _interrupted(origin, remedy)
-    assert isinstance(error, Exception), "an interrupt is its own origin"
-    return _report(_with_remedy(error))
+    origin: BaseException | None = error  # a library may have made an error of an interrupt
+    while origin is not None and not isinstance(origin, KeyboardInterrupt):
+        origin = origin.__cause__ or origin.__context__
+    if origin is None:
+        assert isinstance(error, Exception), "an interrupt is its own origin"
+        return _report(_with_remedy(error))
+    text, is_ours = str(origin), isinstance(origin, Interrupted)
+    if os.environ.get("RANK", "0") == "0":
+        _say(f"{text or 'Interrupted.'} {remedy if is_ours or not text else ''}".rstrip())
+    return origin.code if isinstance(origin, Interrupted) else INTERRUPTED
 
 
 def _with_remedy(error: Exception) -> Exception:
@@ -112,22 +120,6 @@ def in_our_words(error: Exception) -> Exception:
 
 def _is_of_runtime(error: Exception) -> bool:
     return isinstance(error, BrokenPipeError | RuntimeError) or (isinstance(error, OSError) and error.errno in NO_ROOM)
-
-
-def _origin_in_interrupt(error: BaseException | None) -> KeyboardInterrupt | None:
-    """Return the interrupt that a library made an error of; None where there was none."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _interrupted(interrupt: KeyboardInterrupt, remedy: str) -> int:
-    text = str(interrupt)
-    if text and not isinstance(interrupt, Interrupted):
-        remedy = ""  # the text has its own
-    if os.environ.get("RANK", "0") == "0":
-        _say(f"{text or 'Interrupted.'} {remedy}".rstrip())
-    return interrupt.code if isinstance(interrupt, Interrupted) else INTERRUPTED
 
 
 def _report(error: Exception) -> int:
@@ -173,12 +165,10 @@ def paragraph_of(error: Exception) -> str | None:
     match error:
         case ConfigError() | RunError():
             return str(error)
-        case InstantiationException():  # of what Hydra makes itself, such as a launcher
-            return str(error.__cause__) if isinstance(error.__cause__, ValueError) else None
         case HydraException():
             return _composing(error)
         case OmegaConfBaseException():
-            return _value(error, None)
+            return _value(error)
         case yaml.YAMLError():
             return f"A configuration file is not valid YAML: {_one_line(error)}"
         case RuntimeError() if LOST_PEER.search(str(error)):
@@ -186,29 +176,29 @@ def paragraph_of(error: Exception) -> str | None:
         case OSError() if error.errno in NO_ROOM:
             return f"{unwritten(Path(error.filename or '.'), error)}. Free space there, or give another folder."
         case BrokenPipeError():
-            return "Whoever read the output has closed it."
+            return "The output was closed."
         case ValueError():
             return _flags(error)
     return None
 
 
-def _composing(error: HydraException) -> str:
+def _composing(error: HydraException) -> str | None:
     match error:
+        case InstantiationException():  # of what Hydra makes itself, such as a launcher
+            return str(error.__cause__) if isinstance(error.__cause__, ValueError) else None
         case OverrideParseException():
             return refusal(error.override)
         case MissingConfigException():
             return _missing_option(error)
-        case ConfigCompositionException():
-            return _composition(error)
-    return _ambiguous(str(error))
+    return _composition(error)
 
 
 def _flags(error: ValueError) -> str | None:
     """Return a paragraph on a ValueError that Hydra raises; None for a defect."""
-    text = _one_line(error).rstrip(".")
+    text = f"{_one_line(error).rstrip('.')}."
     if text.startswith("Config group override must be"):
-        return f"A group is chosen by the name of an option: {text}."
-    return f"{text}." if text.startswith(("Only one of --run", "The --resolve flag")) else None
+        return f"A group is chosen by the name of an option: {text}"
+    return text if text.startswith(("Only one of --run", "The --resolve flag")) else None
 
 
 def _missing_option(error: MissingConfigException) -> str:
@@ -220,55 +210,44 @@ def _missing_option(error: MissingConfigException) -> str:
     return f"{group}={option} is not an option of {group}.{nearest(option, options)} Options: {', '.join(options)}."
 
 
-def _composition(error: ConfigCompositionException) -> str:
-    text = str(error)
-    choose = re.search(r"^(?:In '.*':\s)?You must specify '([^']+)'.*?\nAvailable options:(.*)", text, re.DOTALL)
-    if choose:
+def _composition(error: HydraException) -> str:
+    text, cause = str(error), error.__cause__ or error.__context__
+    if choose := re.search(r"^(?:In '.*':\s)?You must specify '([^']+)'.*?\nAvailable options:(.*)", text, re.DOTALL):
         options = ", ".join(f"{choose[1]}={option}" for option in choose[2].split() if not option.startswith("_"))
         return f"{choose[1]} is not chosen. Choose one: {options}."
     unknown = re.match(r"Could not override '([^']+)'", text)
-    cause = error.__cause__ or error.__context__
     no_group = re.search(r"config group '([^']+)' does not exist", text)
-    if unknown and "No match in the defaults list" in text:
-        unknown, no_group = None, unknown
-    if no_group:
+    if no_group := unknown if "No match in the defaults list" in text else no_group:
         near = did_you_mean(no_group[1].partition("@")[0], groups())
         return f"{no_group[1]} is not a group of this configuration.{near}"
     if unknown:
-        from cascade_train.config.unknown_keys import unknown_key
-
         return unknown_key(unknown[1], cause)
-    merging = re.match(r"Error merging override (.+)", text, re.S)
-    if merging and isinstance(cause, OmegaConfBaseException):
-        return _value(cause, merging[1])
-    if isinstance(cause, OmegaConfBaseException):
-        return f"{text.partition(': ')[0]}: {_value(cause, None)}"
-    return _ambiguous(text)
+    if not isinstance(cause, OmegaConfBaseException):
+        return _ambiguous(text)
+    merging = re.match(r"Error merging override (.+)", text, re.DOTALL)
+    return _value(cause, merging[1]) if merging else f"{text.partition(': ')[0]}: {_value(cause)}"
 
 
-def _value(error: OmegaConfBaseException, override: str | None) -> str:
+def _value(error: OmegaConfBaseException, override: str = "") -> str:
     """Return a paragraph on a value that does not fit its typed key."""
     key = str(error.full_key or "") or "A value of the configuration"
-    given = override.partition("=")[2] if override else ""
+    given = override.partition("=")[2]
     if key == "train.precision" and re.search(r"fp16|float16|half", f"{given} {error}"):
-        return FP16
+        return (
+            f"{key}=fp16 is refused: activations of Stage C and of some autoencoders overflow its range, and no loss "
+            f"is scaled here. Use {key}=bf16, or fp32 for tiny models."
+        )
     if key in COMPONENTS and override:
-        from cascade_train.config.components import group_form
-
         return f"{override} is not a component. {group_form(key, given)}"
     message = str(error).splitlines()[0].rstrip(".")
     parent = error.parent_node
     if message.startswith("Key ") and isinstance(parent, DictConfig):
-        prefix = key.rpartition(".")[0]
-        return (
-            f"{key} is unknown.{did_you_mean(str(error.key), [str(k) for k in parent], f'{prefix}.' if prefix else '')}"
-        )
+        return f"{key} is unknown.{did_you_mean(str(error.key), map(str, parent), key.removesuffix(str(error.key)))}"
     if message.startswith("Interpolation"):
         return f"{key} refers to a key that is not there: {message}."
-    enum = re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", message)
-    if enum:
-        word = enum[1] in {"True", "False"}
-        hint = " YAML reads a bare off, on, yes or no as true or false: quote it." if word else ""
+    if enum := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", message):
+        is_word = enum[1] in {"True", "False"}
+        hint = " YAML reads a bare off, on, yes or no as true or false: quote it." if is_word else ""
         return f"{key}={enum[1]} must be one of {enum[2]}.{hint}"
     if "is not a ListConfig" in message and given:
         return f"{key}={given} must be a list. Write: {quoted_form(f'{key}=[{given}]')}"
@@ -276,15 +255,59 @@ def _value(error: OmegaConfBaseException, override: str | None) -> str:
 
 
 def _ambiguous(text: str) -> str:
-    ambiguous = re.match(r"Ambiguous value for argument '(.*?)'\n1\.", text, re.S)
-    if not ambiguous:
+    if not (ambiguous := re.match(r"Ambiguous value for argument '(.*?)'\n1\.", text, re.DOTALL)):
         return " ".join(text.split())
     key, _, value = ambiguous[1].partition("=")
-    as_list, as_text = quoted_form(f"{key}=[{value}]"), quoted_form(f'{key}="{value}"')
     return (
-        f"{ambiguous[1]!r} holds several values. As a list, write: {as_list}; as one text, write: {as_text}; "
-        "to train once with each, add --multirun."
+        f"{ambiguous[1]!r} holds several values. As a list, write: {quoted_form(f'{key}=[{value}]')}; as one text, "
+        f"""write: {quoted_form(f'{key}="{value}"')}; to train once with each, add --multirun."""
     )
+
+
+def unknown_key(path: str, cause: BaseException | None) -> str:
+    """Return one paragraph on an unknown key and OmegaConf's error: the nearest key, an option that has it, or ours."""
+    parent = getattr(cause, "parent_node", None)
+    if not isinstance(parent, DictConfig):
+        return f"{path} is unknown.{other_name(path.rpartition('.')[2]) or did_you_mean(path, groups())}"
+    known, node = [str(key) for key in parent if key != "hydra"], parent._get_full_key(None)
+    if not path.startswith(f"{node}." * bool(node)):  # a mapping was given, and the unknown key is in that
+        path = str(getattr(cause, "full_key", path))
+    root: Any = parent._get_root()
+    plain: Any = OmegaConf.to_container(root, resolve=False)
+    rest = path.removeprefix(f"{node}." * bool(node))
+    beside = did_you_mean(rest.partition(".")[0], known, f"{node}.") if node else ""
+    if node in groups():
+        beside = unknown_hint(node, rest, known)
+    name = path.rpartition(".")[2]
+    if not beside.startswith(" It is a key of "):
+        near = beside if beside.startswith(" Did you mean") else ""
+        same = [key for key in key_paths(plain) if key.rpartition(".")[2] == name and not key.startswith("hydra")]
+        elsewhere = f" Did you mean {' or '.join(same[:3])}?" if same else ""
+        anywhere = did_you_mean(path.partition(".")[0], sorted({*known, *groups()}))
+        beside = other_name(name, plain) or near or elsewhere or beside or anywhere
+    return f"{path} is unknown.{beside}"
+
+
+def other_name(name: str, cfg: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return a sentence with our key for a name that other trainers use, and its meaning; empty where there is none."""
+    from cascade_train.config.help import meaning_of
+
+    ours = other_names().get(name.lower().lstrip("-").replace("-", "_"))
+    if ours is None or " " in ours:
+        return f" {ours}" if ours else ""
+    group, _, key = ours.partition(".")
+    meaning = meaning_of(ours, cfg)
+    options = [] if meaning or not key else options_with(group, key)
+    if 0 < len(options) < len(group_options(group)):
+        meaning = f"It is a key of {' and '.join(f'{group}={option}' for option in options)}"
+    return f" Did you mean {ours}?{f' {meaning[0].upper()}{meaning[1:].rstrip(chr(46))}.' if meaning else ''}"
+
+
+@functools.cache
+def other_names() -> dict[str, str]:
+    """Return what other trainers call a key, by that name: our key, or a sentence."""
+    names = yaml.safe_load(Path(__file__).with_name("unknown_keys.yaml").read_text(encoding="utf-8"))
+    return {name: ours for ours, all_names in names.items() for name in all_names.split()}
 
 
 def _one_line(error: Exception) -> str:

@@ -21,10 +21,9 @@ import cascade_train
 def conf_dir() -> Path:
     """Return the absolute path of `conf/`: inside an installed wheel, or beside `src/` in a checkout."""
     package = Path(cascade_train.__file__).resolve().parent
-    places = (package / "conf", package.parents[1] / "conf")
-    for place in places:
-        if (place / "config.yaml").is_file():
-            return place
+    places = [package / "conf", package.parents[1] / "conf"]
+    if found := [place for place in places if (place / "config.yaml").is_file()]:
+        return found[0]
     raise FileNotFoundError(f"The configuration files are missing from the installation: no config.yaml in {places}.")
 
 
@@ -58,10 +57,9 @@ def _merged(file: Path) -> Any:
     """Return what a file holds, on top of the files of its group that its defaults name, such as `_base`."""
     own = OmegaConf.load(file)
     given = own.pop("defaults", []) if isinstance(own, DictConfig) else []
-    folders = (file.parent, conf_dir() / file.parent.name)
-    below = ([folder / f"{each}.yaml" for folder in folders] for each in given if isinstance(each, str))
-    found = [next((place for place in places if place.is_file()), None) for places in below]
-    return OmegaConf.merge(*(_merged(place) for place in found if place is not None), own)
+    below = [file.with_stem(each) for each in given if isinstance(each, str)]
+    places = [each if each.is_file() else conf_dir() / file.parent.name / each.name for each in below]
+    return OmegaConf.merge(*(_merged(place) for place in places if place.is_file()), own)
 
 
 def option_targets(group: str, folder: Path | None = None) -> dict[str, str]:
@@ -72,43 +70,33 @@ def option_targets(group: str, folder: Path | None = None) -> dict[str, str]:
 
 def options_with(group: str, key: str) -> list[str]:
     """Return the options of a group whose own files hold `key`, a path below the group."""
-    return [option for option, file in option_files(group).items() if _holds(file, key)]
-
-
-def _holds(node: Any, key: str) -> bool:
-    first, _, rest = key.partition(".")
-    return isinstance(node, dict) and first in node and (not rest or _holds(node[first], rest))
+    return [option for option, file in option_files(group).items() if key in key_paths(file)]
 
 
 def chosen(group: str, target: str) -> str:
     """Return how a component was chosen, as `group=option`; by its class where its option is unknown."""
     option = HydraConfig.get().runtime.choices.get(group) if HydraConfig.initialized() else None
-    options = [option] if option_targets(group).get(str(option)) == target else []
-    options += [name for name, other in option_targets(group).items() if other == target]
-    return f"{group}={options[0]}" if options else f"the {group} {target}"
+    options = [name for name, other in option_targets(group).items() if other == target]
+    return f"{group}={option if option in options else options[0]}" if options else f"the {group} {target}"
 
 
 def typed_keys() -> set[str]:
     """Return the keys and groups that the command line sets; none where Hydra did not start this run."""
-    typed = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    return {key for override in typed for key in _keys_of(override)}
+    keys = set[str]()
+    for override in HydraConfig.get().overrides.task if HydraConfig.initialized() else ():
+        name, _, text = override.partition("=")
+        keys.add(key := name.lstrip("+~").partition("@")[0])
+        if text.startswith("{"):  # a mapping, which sets keys below
+            given = OverridesParser.create().parse_override(override).value()
+            keys.update(f"{key}.{path}" for path in key_paths(given))
+    return keys
 
 
-def _keys_of(override: str) -> Iterator[str]:
-    """Yield the key of an override, and those below it that its value, a mapping, sets."""
-    name, _, text = override.partition("=")
-    key = name.lstrip("+~").partition("@")[0]
-    yield key
-    if text.startswith("{"):
-        below = OverridesParser.create().parse_override(override).value()
-        yield from (f"{key}.{path}" for path in _paths(below))
-
-
-def _paths(node: Any) -> Iterator[str]:
-    """Yield the dotted keys of a mapping; of another value, none."""
+def key_paths(node: Any) -> Iterator[str]:
+    """Yield the dotted keys of a plain mapping, those of nodes too; of another value, none."""
     for key, value in node.items() if isinstance(node, dict) else ():
         yield str(key)
-        yield from (f"{key}.{path}" for path in _paths(value))
+        yield from (f"{key}.{path}" for path in key_paths(value))
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
@@ -121,3 +109,23 @@ def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Return a sentence that names the nearest known name; empty where none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {prefix}{near[0]}?" if near else ""
+
+
+def group_form(path: str, value: Any) -> str:
+    """Return the sentence that says how the component at `path` is chosen."""
+    parent, _, name = path.rpartition(".")
+    root = path.partition(".")[0]
+    if parent and name not in groups():
+        options = ", ".join(f"{root}={choice}" for choice in group_options(root))
+        return f"Choose it by the group {root} ({options}), or name its class by {path}._target_=package.Class."
+    option = value if isinstance(value, str) and value.isidentifier() else "<option>"
+    near = difflib.get_close_matches(option, group_options(name), n=1) or ["<option>"]
+    key = f"{name}@{path}" if parent else path
+    return f"Choose it by its group: {key}={near[0]} (options: {', '.join(group_options(name))})."
+
+
+def unknown_hint(node: str, key: str, known: Iterable[str]) -> str:
+    """Return a sentence on an unknown key of a component: the nearest of `known`, or the options that have the key."""
+    near = did_you_mean(key, known, f"{node}.")
+    options = [] if near.startswith(" Did you mean") else options_with(node, key)
+    return f" It is a key of {' and '.join(f'{node}={o}' for o in options)}." if options else near

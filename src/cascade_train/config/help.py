@@ -38,9 +38,7 @@ FIRST = {
 }
 """What a first run sets, as typed -> meaning."""
 
-HEAD = (
-    "Train any part of Stable Cascade: cascade-train group=option ... key=value ... (or torchrun -m cascade_train ...)"
-)
+HEAD = "Train any part of Stable Cascade: cascade-train group=option ... key=value ... (or torchrun -m cascade_train)"
 FOOT = """Quote values with braces, spaces or symbols: 'data.urls="a-{000..005}.tar"'.
 --cfg job prints the composed configuration, --info defaults shows where it comes from, --multirun a=1,2 sweeps.
 """

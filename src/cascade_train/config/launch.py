@@ -1,7 +1,4 @@
-"""From the command line to a checked configuration: finds `conf/`, runs Hydra, and hands the result on.
-
-No rule about values lives here (schema.py, preflight.py), and nothing is built here.
-"""
+"""From the command line to a checked configuration: runs Hydra, of 1.3 or 1.4, on `conf/`, and passes the result on."""
 
 from __future__ import annotations
 
@@ -9,30 +6,41 @@ import argparse
 import logging
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
-from cascade_train.config.error_messages import code_of, noted
+from cascade_train.config.error_messages import code_of, noted, other_name
 from cascade_train.config.groups import conf_dir, groups
-from cascade_train.config.hydra_compat import BASE, CALLBACKS, replaced, texts_checked
-from cascade_train.config.overrides import check_not_expanded, check_not_hydras, given_values, with_paths_quoted
+from cascade_train.config.overrides import HYDRAS_OWN, check_not_expanded, given_values, with_paths_quoted
 from cascade_train.config.schema import Root
 from cascade_train.config.sweep import check_launcher, is_main, sweeps_saved_redacted
-from cascade_train.config.sweeps.naming import place_run
+from cascade_train.config.sweeps.runs import place_run
 from cascade_train.config.sweeps.slurm import adopt_slurm_step, one_thread_a_rank, slurm_jobs_followed
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import redact_argument, show_log
 from cascade_train.signals import CONTINUED, Signals, while_importing
+
+HAS_WHITELIST = tuple(int(part) for part in hydra.__version__.split(".")[:2]) >= (1, 4)
+"""Hydra 1.4 deprecates `version_base`, and instantiates only what code that is trusted listed; 1.3 knows no list."""
+
+BASE: dict[str, Any] = {} if HAS_WHITELIST else {"version_base": "1.3"}
+"""Arguments of `hydra.main` and `initialize_config_dir` for the behaviour of 1.3."""
+
+CALLBACKS: dict[str, Any] = {"execution_whitelist": "cascade_train.config.sweep.SweepResults"} if HAS_WHITELIST else {}
+"""Arguments of `hydra.main` that let it make the callbacks of conf/config.yaml."""
 
 
 def compose_and_run(
@@ -159,9 +167,16 @@ def _in_full(argument: str, known: Sequence[str]) -> str:
     return f"{NESTED.get(name, name) if name in known else key}={text}"
 
 
-def check_chosen_once(overrides: Sequence[str]) -> None:
-    """Refuse two options of one group, of which Hydra takes the last; log which of several values of a key counts."""
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse keys of Hydra's without effect here, what a shell has expanded, and two options of one group.
+
+    Of two options Hydra would take the last; which of several values of a key counts is logged.
+    """
+    check_not_expanded(overrides)
     for key, values in given_values(overrides).items():
+        if key in HYDRAS_OWN:
+            form = shlex.quote(f"{HYDRAS_OWN[key]}={values[-1]}")
+            raise ConfigError(f"{key}={values[-1]} has no effect on a run. Write: {form}")
         if len(values) == 1:
             continue
         if "/" in key or key.partition("@")[0] in groups():
@@ -198,12 +213,7 @@ EXAMPLE = {"model": "c_tiny", "task": "finetune"}
 
 
 def _arguments(argv: Sequence[str]) -> AbstractContextManager[None]:
-    """Let Hydra read `argv` from sys within the block.
-
-    Raises:
-        ConfigError: a flag that Hydra does not know, a key of Hydra's without effect, or overrides that a shell has
-            expanded.
-    """
+    """Let Hydra read `argv` from sys within the block; refuse a flag that it does not know, and a command."""
     overrides = parser().parse_intermixed_args(argv).overrides
     if words := [word for word in overrides if word.isidentifier()]:
         from cascade_train.config.help import commands
@@ -212,9 +222,7 @@ def _arguments(argv: Sequence[str]) -> AbstractContextManager[None]:
             raise ConfigError(
                 f"{command!r} is a command and comes first: cascade-train {command} …; --help lists its keys."
             )
-    check_not_expanded(overrides)
-    check_chosen_once(overrides)
-    check_not_hydras(overrides)
+    check_overrides(overrides)
     flags = [argument for argument in argv if argument not in overrides]
     return replaced(sys, "argv", [sys.argv[0], *overrides, *flags])  # Hydra refuses flags between overrides
 
@@ -223,8 +231,6 @@ def parser() -> argparse.ArgumentParser:
     """Return Hydra's parser of flags and overrides, which refuses with a ConfigError."""
 
     def refuse(message: str) -> NoReturn:
-        from cascade_train.config.unknown_keys import other_name
-
         names = re.findall(r"(?<=\s)--?([\w-]+)", message)
         known = "".join(dict.fromkeys(other_name(name) for name in names))
         raise ConfigError(f"{message}. Overrides are key=value, without dashes; --help explains the keys.{known}")
@@ -244,3 +250,41 @@ def _full_errors(value: str | None) -> Iterator[None]:
     finally:
         os.environ.pop("HYDRA_FULL_ERROR", None)
         os.environ |= {} if before is None else {"HYDRA_FULL_ERROR": before}
+
+
+_load_any: Any = ConfigRepository.load_config
+
+
+def _load_checked(repository: ConfigRepository, config_path: str) -> Any:
+    """Load a file of a configuration; name one that is not UTF-8, and read the header behind a byte order mark, too."""
+    source = repository._find_object_source(config_path, ObjectType.CONFIG)
+    if source is None or source.scheme() != "file":
+        return _load_any(repository, config_path)
+    file = Path(source.path, source._normalize_file_name(config_path))
+    content = file.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        at, line = error.start, content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{file} is not UTF-8: byte 0x{content[at]:02x} at {at}, line {line}. Save it as UTF-8."
+        ) from error
+    loaded = _load_any(repository, config_path)
+    loaded.header = source._get_header_dict(text)
+    return loaded
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute within the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def texts_checked() -> AbstractContextManager[None]:
+    """Let Hydra name a file that is not UTF-8, and read the header behind a byte order mark, within this block."""
+    return replaced(ConfigRepository, "load_config", _load_checked)

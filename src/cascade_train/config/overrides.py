@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 
 from cascade_train.errors import ConfigError
 
-BRACKETS = ("[]", "()", "{}")
+BRACKETS = (("[", "]"), ("(", ")"), ("{", "}"))
 
 HYDRAS_OWN = {"hydra.run.dir": "run.dir", "hydra.job.name": "run.name"}
 """Keys of Hydra's that have no effect on a run here -> ours that have."""
@@ -107,14 +107,6 @@ def check_not_expanded(overrides: Sequence[str]) -> None:
 def searching(config_dir: str | Path) -> str:
     """Return the override by which a composition finds options in a folder of a user's own, as by `--config-dir`."""
     return f"hydra.searchpath=['file://{Path(config_dir).absolute()}']"
-
-
-def check_not_hydras(overrides: Sequence[str]) -> None:
-    """Refuse keys of Hydra's own that other programs are steered by and that have no effect on a run here."""
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if key in HYDRAS_OWN:
-            raise ConfigError(f"{override} has no effect on a run. Write: {shlex.quote(f'{HYDRAS_OWN[key]}={value}')}")
 
 
 def _quoted(value: str) -> str:

@@ -52,7 +52,7 @@ def preflight(
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks is None else ranks
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
-    written = dict(_leaves(plain))
+    written = dict(leaves(plain))
     if missing := sorted(key for key, value in written.items() if value == "???"):
         rest = f" Also missing: {', '.join(missing[1:])}." if len(missing) > 1 else ""
         raise ConfigError(missing_message(missing[0], plain) + rest)
@@ -86,7 +86,7 @@ def _check_typed(root: Root, cfg: DictConfig) -> None:
         known = [field.name for field in dataclasses.fields(node)]
         if added := [key for key in vars(node) if key not in known]:
             raise ConfigError(f"{prefix}{added[0]} is unknown.{did_you_mean(added[0], known, prefix)}")
-    for key, value in _leaves(OmegaConf.to_container(cfg)):
+    for key, value in leaves(OmegaConf.to_container(cfg)):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{key}={value} must be a finite number. Where a thing can be switched off, null does.")
 
@@ -345,13 +345,13 @@ def guidance_scale(cfg: Root | DictConfig) -> float | None:
     return scale
 
 
-def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and value of every plain value below a node."""
     if isinstance(node, Mapping):
         for key, value in node.items():
-            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+            yield from leaves(value, f"{path}.{key}" if path else str(key))
     elif isinstance(node, Sequence) and not isinstance(node, str):
         for position, value in enumerate(node):
-            yield from _leaves(value, f"{path}[{position}]")
+            yield from leaves(value, f"{path}[{position}]")
     else:
         yield path, node

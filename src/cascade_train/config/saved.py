@@ -21,19 +21,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cascade_train.config.groups import group_options, groups, option_files
 from cascade_train.config.launch import compose_root
-from cascade_train.config.preflight import preflight
+from cascade_train.config.preflight import leaves, preflight
 from cascade_train.config.schema import ParallelConfig, ParallelMode, Root
-from cascade_train.config.sweeps.naming import key_of
+from cascade_train.config.sweeps.runs import key_of
 from cascade_train.config.targets import components_in, is_trusted
 from cascade_train.errors import ConfigError
 from cascade_train.files.run_folder import is_run, no_checkpoint_yet
 from cascade_train.files.untrusted import check_yaml, read_regular
 
 CONFIG_NAME = "config.yaml"
-ALONE = ParallelConfig(mode=ParallelMode.single, shard_size=None, reshard_after_forward=True, cpu_offload=False)
-"""The one rank that looks at a run, whatever ranks and devices trained it."""
-LOOKED_AT = ("model", "task", "objective")
-"""Components that a look at results constructs; the others may be of packages that are not here."""
+SINGLE_RANK = ParallelConfig(mode=ParallelMode.single, shard_size=None, reshard_after_forward=True, cpu_offload=False)
+"""Settings of the one rank that reads a run, whatever ranks and devices trained it."""
+INSPECTED_NODES = ("model", "task", "objective")
+"""Components that are constructed to read results; the others may be of packages that are not installed."""
 
 
 def load_saved_config(folder: Path, *, allow_any_target: bool = False, key: str = "from") -> DictConfig:
@@ -50,15 +50,13 @@ def load_saved_config(folder: Path, *, allow_any_target: bool = False, key: str 
         raise ConfigError(f"{key}={folder}: {reason}. Name the folder of a run, or the export/ that it left.")
     saved = load_yaml(path)
     if not allow_any_target:
-        _check_plain(OmegaConf.to_container(saved, resolve=False), path)
+        _check_trusted(OmegaConf.to_container(saved, resolve=False), path)
     cfg = OmegaConf.merge(OmegaConf.structured(Root), saved)
     assert isinstance(cfg, DictConfig)
-    if not allow_any_target:
-        _check_trusted(OmegaConf.to_container(cfg), path)
     cfg.run.allow_any_target = True  # checked already, and closer
     cfg.run.on_end = None  # a look at a run never runs its command
-    cfg.parallel = ALONE
-    return preflight(cfg, ranks=1, components=LOOKED_AT)
+    cfg.parallel = SINGLE_RANK
+    return preflight(cfg, ranks=1, components=INSPECTED_NODES)
 
 
 def load_yaml(path: Path) -> DictConfig | ListConfig:
@@ -76,21 +74,15 @@ def load_yaml(path: Path) -> DictConfig | ListConfig:
         raise ConfigError(f"{path} cannot be read as YAML: {reason}. Give another file, or mend it.") from error
 
 
-def _check_plain(node: Any, path: Path, key: str = "") -> None:
-    """Check that a saved configuration refers to nothing outside it, such as variables of the environment."""
-    children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-    for name, child in children:
-        _check_plain(child, path, f"{key}.{name}" if key else str(name))
-    if isinstance(node, str) and "${" in node:
-        raise ConfigError(
-            f"{path}: {key} holds an interpolation, which a run never writes and which could read this machine's "
-            "environment. Write the value itself, or, if you trust the folder: allow_any_target=true."
-        )
-
-
-def _check_trusted(node: Any, path: Path) -> None:
-    """Check that every `_target_` below a node names a class that is defined where nothing can be misused."""
-    for _, each in components_in("", node):
+def _check_trusted(saved: Any, path: Path) -> None:
+    """Check that a saved configuration refers to nothing outside it, and names classes that cannot be misused."""
+    for key, value in leaves(saved):
+        if "${" in str(value):
+            raise ConfigError(
+                f"{path}: {key} holds an interpolation, which a run never writes and which could read this machine's "
+                "environment. Write the value itself, or, if you trust the folder: allow_any_target=true."
+            )
+    for _, each in components_in("", saved):
         if not is_trusted(str(each["_target_"])):
             raise ConfigError(
                 f"{path} names {each['_target_']}, which is none of this library's components or torch's optimizers: a "
@@ -139,16 +131,14 @@ def composed(
             OmegaConf.update(cfg, key, "unset")
     for key, value in changed.items():
         OmegaConf.update(cfg, key, value)
-    cfg.parallel = ALONE
-    return preflight(cfg, ranks=1, components=LOOKED_AT)
+    cfg.parallel = SINGLE_RANK
+    return preflight(cfg, ranks=1, components=INSPECTED_NODES)
 
 
 def to_plain(cfg: DictConfig) -> dict[str, Any]:
     """Return a config as plain values, interpolations resolved, enums by their names."""
-    plain = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
-    if not isinstance(plain, dict):
-        raise AssertionError("the root config is a mapping")
-    return {str(key): value for key, value in plain.items()}
+    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)  # type: ignore[assignment]
+    return plain
 
 
 def recipe_of(overrides: Sequence[str], saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -159,8 +149,10 @@ def recipe_of(overrides: Sequence[str], saved: Mapping[str, Any]) -> dict[str, d
     """
     keyed = [(key_of(each).partition("@")[0], each) for each in overrides]
     choices = tuple(each for key, each in keyed if key in groups() and each.partition("=")[2] in group_options(key))
+    hydra = GlobalHydra.instance()
+    search_path = str(hydra.config_loader().get_search_path()) if hydra.is_initialized() else None
     try:
-        cfg = _composed(choices, _search_path()).copy()
+        cfg = _composed(choices, search_path).copy()
         cfg.run.update({key: saved["run"][key] for key in ("name", "dir")})
         return {" ".join(choices) or "the defaults": to_plain(cfg)}
     except (HydraException, OmegaConfBaseException, LookupError, TypeError):
@@ -171,8 +163,3 @@ def recipe_of(overrides: Sequence[str], saved: Mapping[str, Any]) -> dict[str, d
 def _composed(choices: tuple[str, ...], search_path: str | None) -> DictConfig:
     """Compose choices alone, in the running application of Hydra, which has a search path, where there is one."""
     return compose_root(choices, for_run=False) if search_path is None else compose("config", [*choices])
-
-
-def _search_path() -> str | None:
-    hydra = GlobalHydra.instance()
-    return str(hydra.config_loader().get_search_path()) if hydra.is_initialized() else None

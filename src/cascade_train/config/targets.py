@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,23 +142,17 @@ def check_confined(path: str, target: str) -> None:
     """Refuse a target of this library or torch that is no component."""
     if target in FUNCTIONS or target.partition(".")[0] not in CONFINED or _is_class_in(target, COMPONENTS):
         return
-    near = (f" Did you mean {place}{rest}?" for place, rest in _near_places(target))
+    prefixes = [(place, ".".join(target.split(".")[: place.count(".") + 1])) for place in COMPONENTS]
+    near = [
+        f" Did you mean {place}{target.removeprefix(given)}?"
+        for place, given in prefixes
+        if given not in (place, *sys.modules) and difflib.get_close_matches(given, [place], cutoff=0.9)
+    ]
     raise ConfigError(
-        f"{path}._target_={target} is no component.{next(near, '')} Of torch a configuration may name the classes of "
-        "torch.optim and torch.nn, of cascade_train those of its components: anything else could run code that it "
+        f"{path}._target_={target} is no component.{''.join(near[:1])} Of torch a configuration may name the classes "
+        "of torch.optim and torch.nn, of cascade_train those of its components: anything else could run code that it "
         "brings. If you trust it: run.allow_any_target=true."
     )
-
-
-def _near_places(target: str) -> Iterator[tuple[str, str]]:
-    """Yield the places of components whose name a target begins with misspelt, and what follows in the target."""
-    for place in COMPONENTS:
-        given = ".".join(target.split(".")[: place.count(".") + 1])
-        if difflib.get_close_matches(given, [place], cutoff=0.9):
-            with suppress(ModuleNotFoundError):
-                if importlib.util.find_spec(given) is not None:
-                    continue
-            yield place, target.removeprefix(given)
 
 
 def _may_lie_in(target: str, places: Sequence[str]) -> bool:

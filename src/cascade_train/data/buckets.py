@@ -57,7 +57,7 @@ class BucketTable:
         return self.bucket_E[np.where(is_second, second, first)]
 
     def enlargement(self, bucket_N: np.ndarray, width_N: np.ndarray, height_N: np.ndarray) -> np.ndarray:
-        """Return by how much each picture is enlarged to cover its bucket, (N,); below 1 it shrinks, 0 = unknown."""
+        """Return the factor by which each picture is scaled to cover its bucket, (N,); 0 = unknown."""
         known = (width_N > 0) & (height_N > 0)
         height_of, width_of = self.sizes_K2[bucket_N].T
         scale = np.maximum(width_of / np.maximum(width_N, 1), height_of / np.maximum(height_N, 1))
@@ -112,7 +112,7 @@ class Buckets:
 
 
 def parse_ratios(aspect_ratios: list[str | float] | str) -> list[float]:
-    """Return a preset's aspect ratios, or those of a list of fractions and decimals, as numbers; else a ValueError."""
+    """Parse the aspect ratios of a preset, or a list of fractions and decimals; else a ValueError."""
     if isinstance(aspect_ratios, str):
         if aspect_ratios not in PRESETS:
             raise ValueError(
@@ -132,7 +132,7 @@ def with_reciprocals(ratios: Iterable[float]) -> list[float]:
 
 
 def bucket_size(ratio: float, area: int, multiple_px: int) -> tuple[int, int]:
-    """Return (height, width) of at most `area` pixels in this ratio of width to height, rounded down to multiples."""
+    """Return (height, width) of at most `area` pixels in this ratio, rounded down to multiples."""
     height, width = math.sqrt(area / ratio), math.sqrt(area * ratio)
     return int(height // multiple_px) * multiple_px, int(width // multiple_px) * multiple_px
 

@@ -78,18 +78,18 @@ class Cached(Source):
         return self._index
 
     def bucket_table(self, index: Index) -> BucketTable:
-        """Return the sizes that the pictures had when the cache was made, which the index holds."""
+        """Return the sizes at which the cache was made."""
         sizes_K2 = np.array(self.manifest.sizes, dtype=np.int64)
         ratio_E = sizes_K2[:, 1] / sizes_K2[:, 0]
         return BucketTable(sizes_K2=sizes_K2, ratio_E=ratio_E, bucket_E=np.arange(len(sizes_K2)), distance="log")
 
     def selectors(self) -> list[RowSelector]:
-        """Return what leaves out rows that took no part when the cache was made, and the quarantine's."""
+        """Return selectors without the rows that the cache left out, and the quarantine's."""
         reason = "took no part when the cache was made"
         return [lambda index: Selection(kept=index.table["width"] > 0, reason=reason), *self.quarantine_selectors()]
 
     def read(self, row: int) -> RawSample:
-        """See `Source.read`: the tensors and the caption of one row. A RunError where the cache is damaged."""
+        """See `Source.read`. A RunError where the cache is damaged."""
         spans = self._samples[row]
         if spans["bytes"].min() == 0:
             raise UnreadableSampleError("its picture was unreadable when the cache was made")
@@ -100,11 +100,11 @@ class Cached(Source):
         return RawSample(image=None, key=self._index.name(row), tensors=arrays, **known)
 
     def captions_of(self, row: int) -> Captions:
-        """Return what makes a caption; where the cache holds embeddings of captions, they stay as they are."""
+        """Return what makes a caption; those with cached embeddings stay as they are."""
         return Captions() if self.manifest.captions else self.captions
 
     def find_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return what the cache holds of captions, (B, ...) each by name; a ConfigError where one is missing."""
+        """Return the cached tensors of captions, (B, ...) by name; a ConfigError if one is missing."""
         found = {caption: safetensors.torch.load(self._read_caption(caption)) for caption in dict.fromkeys(captions)}
         return {name: torch.stack([found[caption][name] for caption in captions]) for name in self.manifest.captions}
 

@@ -12,7 +12,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
 from cascade_train.data.sample import RawSample, UnreadableSampleError, value_of
-from cascade_train.data.tags import Tags, drawn, weighted_texts
+from cascade_train.data.tags import Tags, draw_index, weighted_texts
 from cascade_train.options import check_choice
 
 if TYPE_CHECKING:
@@ -67,19 +67,19 @@ class Captions:
 
     @property
     def needs_values(self) -> bool:
-        """Whether more than the source's own caption is used, so that it must read a sample's json or columns."""
+        """Whether a sample's json or columns are needed beside the source's own caption."""
         named = {name for template in self._templates for _, name in template if name is not None}
         return bool(self._keys.keys() - {TEXT} or named - {CAPTION}) or self.tags.key is not None
 
     def __call__(self, raw: RawSample, generator: torch.Generator) -> str:
-        """Return the caption of a sample; an UnreadableSampleError where it lacks a key, or no text is there."""
+        """Return the caption of a sample; an UnreadableSampleError without key or text."""
         return self.traced(raw, generator)[0]
 
     def traced(self, raw: RawSample, generator: torch.Generator) -> tuple[str, str]:
-        """Return the caption of a sample, and where it came from: its file or key, and what was drawn or added."""
+        """Return the caption of a sample, and its origin: file or key, and what was drawn or added."""
         chosen, origin = self._chosen(raw, generator)
         caption = self.tags.apply(chosen, raw.values, generator)
-        place = drawn([1.0] * len(self._templates), generator)
+        place = draw_index([1.0] * len(self._templates), generator)
         caption = "".join(literal + _filled(name, caption, raw.values) for literal, name in self._templates[place])
         try:
             caption.encode()
@@ -90,12 +90,11 @@ class Captions:
         return caption, ", ".join([origin, *tagged, *filled])
 
     def _chosen(self, raw: RawSample, generator: torch.Generator) -> tuple[str, str]:
-        """Return the text, and where it came from."""
         values = {key: raw.caption if key == TEXT else value_of(raw.values, key) for key in self._keys}
         found = {key: value for key, value in values.items() if value is not None}
         if not found:
             raise UnreadableSampleError(f"it lacks {' and '.join(self._keys)}, which data.captions.key names")
-        key = list(found)[drawn([self._keys[key] for key in found], generator)]
+        key = list(found)[draw_index([self._keys[key] for key in found], generator)]
         value, origin = found[key], raw.caption_from if key == TEXT else f"key {key}"
         if isinstance(value, str):
             if self.choose == "whole":
@@ -108,7 +107,7 @@ class Captions:
             )
         elif not (texts := weighted_texts(value, key)):
             raise UnreadableSampleError(f"{key} holds no caption")
-        position = drawn([weight for _, weight in texts], generator) if self.choose == "random" else 0
+        position = draw_index([weight for _, weight in texts], generator) if self.choose == "random" else 0
         return texts[position][0], f"{origin}, one of several" if len(texts) > 1 else origin
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cascade_train.data.folder import PictureFile, PictureFolder
-from cascade_train.data.index.rows import Index, combined, text_checksum
+from cascade_train.data.index.rows import Index, combine, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError
@@ -59,7 +59,7 @@ class Prompts:
 
     def add_to(self, index: Index) -> Index:
         """Return an index whose content changes with the prompts, too."""
-        return replace(index, content=combined(index.content, np.full(len(index), text_checksum(self.given))))
+        return replace(index, content=combine(index.content, np.full(len(index), text_checksum(self.given))))
 
 
 @dataclass(kw_only=True)
@@ -120,8 +120,8 @@ class ClassFolders(PictureFolder):
             )
         return usable
 
-    def _indexed(self) -> Index:
-        index = super()._indexed()  # loads the prompts
+    def _build_index(self) -> Index:
+        index = super()._build_index()  # loads the prompts
         return self._given.add_to(index)
 
     def caption(self, row: int) -> str:

@@ -6,14 +6,14 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import Any
 
 import numpy as np
 
 from cascade_train.batch import Batch, SampleTransform
 from cascade_train.data.index.rows import Index, content_record, first_names, split
 from cascade_train.data.index.selection import selected
-from cascade_train.data.loading.feed import Feed, FeedOptions, FeedRequest, Loader
+from cascade_train.data.loading.feed import Feed, FeedRequest, Loader
 from cascade_train.data.order.plan import permutation
 from cascade_train.data.sample import most_unreadable, too_many_text
 from cascade_train.data.source import Source
@@ -45,8 +45,8 @@ class Rows:
         chosen = permutation(len(self.rows), seed, 0, "part")[:count]
         return replace(self, rows=np.sort(self.rows[chosen]))
 
-    def load(self, **options: Unpack[FeedOptions]) -> Feed:
-        """Return the endless feed of these samples for one rank."""
+    def load(self, **options: Any) -> Feed:
+        """Return the endless feed of these samples for one rank; options are those of `FeedRequest`."""
         request = FeedRequest(index=self.index, rows=self.rows, transform=self.transform, **options)
         return self.source.own_feed(request) or Loader(self.source, request)
 
@@ -95,22 +95,22 @@ class DataSet:
                 " of a folder, data.repeats of a mixture); data.leftover=flush fills the batch with repeats of weight 0"
             )
 
-    def training_feed(self, **options: Unpack[FeedOptions]) -> Feed:
+    def training_feed(self, **options: Any) -> Feed:
         """Return the endless feed of training batches for one rank."""
-        feed = self.training.load(**options)
-        self._open.append(feed)
+        self._open.append(feed := self.training.load(**options))
         for line in feed.report():
             _log.info("%s", line)
         return feed
 
     def last_step(self, feed: Feed, *, max_steps: int | None, max_epochs: int | None, global_batch_size: int) -> int:
         """Return the step at which training ends: by its steps, its epochs or the examples to see."""
-        limits = [] if max_steps is None else [max_steps]
-        if max_epochs is not None:
-            limits.append(feed.steps_of_epochs(max_epochs))
-        if (examples := self.training.source.num_examples_to_see) is not None:
-            limits.append(-(-examples // global_batch_size))
-        return min(limits)
+        examples = self.training.source.num_examples_to_see
+        limits = [
+            max_steps,
+            None if max_epochs is None else feed.steps_of_epochs(max_epochs),
+            None if examples is None else -(-examples // global_batch_size),
+        ]
+        return min(limit for limit in limits if limit is not None)
 
     def held_out_feed(self, *, seed: int, samples: int, micro_batch_size: int, rank: int, ranks: int) -> HeldOutFeed:
         """Return the feed of `samples` held-out samples in a fixed order, as many on every rank.
@@ -121,13 +121,9 @@ class DataSet:
             raise ConfigError("validate: no samples are held out; set validate.share, e.g. 0.01, or validate.urls")
         part = self.held_out.first(samples, seed=seed)
         micro = max(1, min(micro_batch_size, len(part.rows) // len(part.shapes) // ranks))
+        size = micro * ranks
         feed = part.load(
-            seed=seed,
-            global_batch_size=micro * ranks,
-            micro_batch_size=micro,
-            rank=rank,
-            ranks=ranks,
-            whole_epochs=True,
+            seed=seed, global_batch_size=size, micro_batch_size=micro, rank=rank, ranks=ranks, whole_epochs=True
         )
         self._open.append(feed)
         return HeldOutFeed(steps=feed.steps_of_epochs(1), feed=feed, source=part.source)

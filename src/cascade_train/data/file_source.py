@@ -13,7 +13,7 @@ import numpy as np
 
 from cascade_train.data.index.cache import load_picture_facts
 from cascade_train.data.index.row_filter import parse_row_filters
-from cascade_train.data.index.rows import Index, combined, first_names
+from cascade_train.data.index.rows import Index, combine, first_names
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError, RunError
@@ -38,13 +38,13 @@ class FileSource(Source):
     def open(self) -> Index:
         """See `Source.open`: index all files."""
         try:
-            self._index = self._indexed()
+            self._index = self._build_index()
         except OSError as error:
             raise RunError(f"data.path={self.path} cannot be read: {error}") from error
         return self._index
 
     @abc.abstractmethod
-    def _indexed(self) -> Index:
+    def _build_index(self) -> Index:
         """Return the index of the usable samples that meet the row filters."""
 
 
@@ -84,7 +84,7 @@ class TableSource(FileSource):
     def _scan(self, path: Path) -> TableRows:
         """Read the rows of one table."""
 
-    def _indexed(self) -> Index:
+    def _build_index(self) -> Index:
         self._shards: list[tuple[Path, int]] = []
         parts = []
         for path in self._tables():
@@ -108,7 +108,7 @@ class TableSource(FileSource):
         """Add the facts of the pictures that are files, and leave out rows whose pictures are not there."""
         table, is_file, content = rows.table.copy(), rows.table["bytes"] < 0, rows.content.copy()
         file_bytes, facts = load_picture_facts(path, self._root(path), rows.names, self._cache_dir)
-        content[is_file] = combined(content[is_file], facts[:, 2])
+        content[is_file] = combine(content[is_file], facts[:, 2])
         table["bytes"][is_file] = file_bytes
         if not self._gives_sizes:
             table["width"][is_file], table["height"][is_file] = facts[:, :2].T

@@ -21,10 +21,10 @@ from cascade_train.data.index.row_filter import read_metadata
 from cascade_train.data.index.rows import (
     ROW_FIELDS,
     Index,
-    combined,
+    combine,
     first_names,
     repeat_counts,
-    repeated_rows,
+    repeat_rows,
     text_checksum,
 )
 from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError
@@ -33,15 +33,12 @@ from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import open_regular, parsing, read_yaml
 from cascade_train.options import File, Free, Order, check_choice
 
-EXTENSIONS = ("jpg", "jpeg", "jfif", "png", "webp", "bmp")
-"""Of pictures, in any case."""
+EXTENSIONS = ("jpg", "jpeg", "jfif", "png", "webp", "bmp")  # of pictures, in any case
 
 FOLDER_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("caption", "u1"), ("values", "u1"), ("mask", "u1")]
 MULTIPLY = "multiply.txt"
-CAPTION_FILES = ("", ".txt", ".caption")
-"""Where a caption comes from, by the number in the index: the picture's name, or a file beside it."""
-VALUE_FILES = ("", ".json", ".yaml", ".yml")
-"""Where more about a picture comes from, by the number in the index; the first means nowhere."""
+CAPTION_FILES = ("", ".txt", ".caption")  # by the number in the index; the first is the picture's name
+VALUE_FILES = ("", ".json", ".yaml", ".yml")  # by the number in the index; the first is none
 MASK = ".mask.png"
 _MOST_REPEATS = 10_000  # of each picture in an epoch
 _log = logging.getLogger(__name__)
@@ -95,8 +92,7 @@ class PictureFolder(FileSource):
             f" hidden files do not count{tars}{f'; there are {counted(others)}' if others else ''}"
         )
 
-    def _indexed(self) -> Index:
-        """Index the usable pictures in the order of their names, repeated, and those that meet the filters."""
+    def _build_index(self) -> Index:
         others: list[str] = []
         found = list(find_pictures(self._root, others))
         if not found:
@@ -107,7 +103,7 @@ class PictureFolder(FileSource):
         table = np.zeros(len(found), dtype=FOLDER_FIELDS)
         file_bytes, facts = load_picture_facts(self._root, self._root, [file.name for file in found], self._cache_dir)
         table["bytes"], table["width"], table["height"] = file_bytes, *facts[:, :2].T
-        content = combined(facts[:, 2], *self._checksums_beside(found, facts[:, 2]))
+        content = combine(facts[:, 2], *self._checksums_beside(found, facts[:, 2]))
         for part in ("caption", "values", "mask"):
             table[part] = [getattr(file, part) for file in found]
         keys = np.array([file.name.encode() for file in found])
@@ -120,10 +116,10 @@ class PictureFolder(FileSource):
             raise ConfigError(f"data.path={self.path}: {MULTIPLY} leaves no picture; write numbers above 0")
         if len(self._filters):
             counts = np.where(self._filters.kept(self._verdicts(found)), counts, 0)
-        rows = repeated_rows(counts)
-        name, self._described = self._root.resolve().name, [found[row].row for row in rows.tolist()]
+        rows = repeat_rows(counts)
+        self._metadata = [found[row].row for row in rows.tolist()]
         return Index(
-            shards=(name,),
+            shards=(self._root.resolve().name,),
             table=table[rows],
             keys=keys[rows],
             filters=self._filters.identity,
@@ -152,9 +148,8 @@ class PictureFolder(FileSource):
 
         columns, kind = 1 + len(self._filters), f"verdicts-{self._filters.identity}-{self.max_text_kib}"
         names = [beside(file.name, VALUE_FILES[file.values]) for file in found if file.values]
-        _, judged = load_facts(
-            self._root, self._root, names, judge, columns=columns, kind=kind, cache_dir=self._cache_dir
-        )
+        folder, kept = self._root, self._cache_dir
+        _, judged = load_facts(folder, folder, names, judge, columns=columns, kind=kind, cache_dir=kept)
         verdicts = np.zeros((len(found), columns), dtype=np.int64)
         verdicts[[bool(file.values) for file in found]] = judged
         for number, file in enumerate(found):
@@ -164,7 +159,7 @@ class PictureFolder(FileSource):
         return verdicts
 
     def read(self, row: int) -> RawSample:
-        """Read a picture and what lies beside it."""
+        """See `Source.read`: a picture and the files beside it."""
         name, entry = self._index.keys[row].decode(), self._index.table[row]
         return RawSample(
             image=self.limits.read(self._root / name, "image"),
@@ -178,17 +173,15 @@ class PictureFolder(FileSource):
     def caption_from_of(self, row: int) -> str:
         """Return where `caption` finds the caption of a row of the index."""
         place = self._index.table["caption"][row]
-        names = "a metadata file" if caption_of(self._described[row]) else "the picture's name"
+        names = "a metadata file" if caption_of(self._metadata[row]) else "the picture's name"
         return f"{CAPTION_FILES[place]} beside the picture" if place else names
 
     def values_of(self, row: int) -> Mapping[str, Any]:
         """Return the values of the json or yaml beside a picture, none where there is no such file."""
         name, extension = self._index.keys[row].decode(), VALUE_FILES[self._index.table["values"][row]]
-        values = self._values(name, extension, self._described[row])
+        values = self._values(name, extension, self._metadata[row])
         if values is None:
-            raise UnreadableSampleError(
-                f"its {extension[1:]} is damaged: it is no mapping that can be read, or too large"
-            )
+            raise UnreadableSampleError(f"its {extension[1:]} is damaged: no mapping that can be read, or too large")
         return values
 
     def _values(self, name: str, extension: str, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -207,7 +200,7 @@ class Folder(PictureFolder):
     """
 
     caption_from: Literal["file_or_name", "file", "name"]
-    metadata: Free[bool] = False  # as runs had it before they knew of it; what it changes, the index tells
+    metadata: Free[bool] = False  # its effect is part of the index
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -217,9 +210,8 @@ class Folder(PictureFolder):
     def usable(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
         """See `PictureFolder.usable`."""
         found, folders = self._with_rows(found, others)
-        named = [
-            file.name for file in found if self.caption_from == "name" or not (file.caption or caption_of(file.row))
-        ]
+        by_name = self.caption_from == "name"
+        named = [file.name for file in found if by_name or not (file.caption or caption_of(file.row))]
         if not self.captions.needs_text:
             missing, named = [file.name for file in found if not file.values and not file.row], []
         elif self.caption_from == "file":
@@ -236,14 +228,11 @@ class Folder(PictureFolder):
                 f" {' or '.join(METADATA_FILES)}; write them, or take names by data.caption_from=file_or_name"
             )
         if missing:
-            _log.warning(
-                "%s: left out %d pictures without a caption: %s", self.path, len(missing), first_names(missing)
-            )
-        if len(named) > len(missing) and self.caption_from != "name":
-            _log.info(
-                "%s: %d of %d pictures have no caption file (%s), so their names are their captions: %s",
-                self.path, len(named) - len(missing), len(usable), ", ".join(CAPTION_FILES[1:]), first_names(named),
-            )  # fmt: skip
+            text = "%s: left out %d pictures without a caption: %s"
+            _log.warning(text, self.path, len(missing), first_names(missing))
+        if (count := len(named) - len(missing)) > 0 and not by_name:
+            text = "%s: %d of %d pictures have no caption file (.txt, .caption), so their names are their captions: %s"
+            _log.info(text, self.path, count, len(usable), first_names(named))
         return usable
 
     def _with_rows(self, found: list[PictureFile], others: list[str]) -> tuple[list[PictureFile], list[str]]:
@@ -273,7 +262,7 @@ class Folder(PictureFolder):
         name, place = self._index.keys[row].decode(), self._index.table["caption"][row]
         extension = "" if self.caption_from == "name" else CAPTION_FILES[place]
         if not extension:
-            return caption_of(self._described[row]) or caption_of_name(name)
+            return caption_of(self._metadata[row]) or caption_of_name(name)
         try:
             content = self.limits.read(self._root / beside(name, extension), "caption")
             return content.decode("utf-8-sig").strip()
@@ -293,10 +282,10 @@ def find_pictures(root: Path, others: list[str]) -> Iterator[PictureFile]:
     strange: list[str] = []
     for folder, folders, names in os.walk(root, followlinks=True, onerror=_raise):
         stat = Path(folder).stat()
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
         if (stat.st_dev, stat.st_ino) in seen:
             folders.clear()
             continue
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         seen.add((stat.st_dev, stat.st_ino))
         prefix = "" if Path(folder) == root else f"{Path(folder).relative_to(root).as_posix()}/"
         strange += [name for name in names if not _is_utf8(prefix + name)]
@@ -307,7 +296,7 @@ def find_pictures(root: Path, others: list[str]) -> Iterator[PictureFile]:
 
 
 def caption_of_name(name: str) -> str:
-    """Return a file name up to its first underscore, without the extension."""
+    """Return the part of a file name before its first underscore, without the extension."""
     return Path(name).stem.partition("_")[0].strip()
 
 
@@ -358,7 +347,6 @@ def _in_one_folder(folder: Path, prefix: str, names: list[str], others: list[str
 
 
 def _first(stem: str, extensions: tuple[str, ...], there: set[str]) -> int:
-    """Return the position of the first non-empty extension with which a file exists; else 0."""
     return next((i for i, extension in enumerate(extensions) if extension and stem + extension in there), 0)
 
 

@@ -77,7 +77,7 @@ class CacheManifest:
 def write_manifest(
     folder: Path, manifest: CacheManifest, index: Index, *, on_change: str = "refuse"
 ) -> tuple[CacheManifest, set[int]]:
-    """Write the manifest, or return that of the same cache that is there, and the units whose samples changed since.
+    """Write the manifest or return that of the same cache, and the units whose samples changed.
 
     A ConfigError if another cache is there, or samples changed and `on_change` is not "restart".
     """
@@ -89,9 +89,7 @@ def write_manifest(
             if difference is not None:
                 if manifest.index != other.index:
                     difference = changed_samples(index, then) or difference
-                raise ConfigError(
-                    f"out={folder} holds another cache: {difference}. Choose another folder, or remove it."
-                )
+                raise ConfigError(f"out={folder} holds another cache: {difference}. Take another folder, or remove it.")
             remedy = "put it back, or make the units of changed samples again"
             refuse_changed(f"out={folder}", index, then, on_change, remedy)
             return other, set((changed_rows(index, then) // manifest.unit_samples).tolist())
@@ -133,7 +131,7 @@ def _renamed(value: Any) -> Any:
 
 
 def read_manifest(folder: Path) -> CacheManifest:
-    """Return the manifest; a ConfigError where there is none, or it is damaged or of another version of the library."""
+    """Return the manifest; a ConfigError where it is missing, damaged, or of another format."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ConfigError(
@@ -165,7 +163,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def made_of(folder: Path, manifest: CacheManifest, index: Index) -> Index:
-    """Return the index of a cache with the content that its units were made of, else the content of now."""
+    """Return the index of a cache with the content of its units, else the present content."""
     then = read_index(folder, manifest)
     content = np.resize(index.content, len(then))
     for unit in range(manifest.units):
@@ -208,7 +206,7 @@ def _encoded(caption: str) -> bytes:
 
 
 def unit_file(folder: Path, kind: str, unit: int) -> Path:
-    """Return a file of a unit: the tar of its `samples`, that of its `captions`, or the table of both, `unit`."""
+    """Return a file of a unit: the tar of `samples` or `captions`, or the table, `unit`."""
     return folder / f"{kind}-{unit:06d}.{'npz' if kind == 'unit' else 'tar'}"
 
 
@@ -247,7 +245,7 @@ def write_unit(
 
 
 def load_table(folder: Path, unit: int, manifest: CacheManifest) -> UnitTable | None:
-    """Return the table of a unit; None where the unit is not done, was made under another manifest, or is damaged.
+    """Return the table of a unit; None where it is missing, damaged, or of another manifest.
 
     Of the tars only the sizes are checked; `is_whole` reads them.
     """
@@ -299,7 +297,6 @@ def _payload(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _spans(tar: Path) -> dict[str, tuple[int, int, int]]:
-    """Return start, size and checksum of every file of a tar, by name."""
     spans = {}
     with tarfile.open(tar) as archive, tar.open("rb") as file:
         for member in archive:

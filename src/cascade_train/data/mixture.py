@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from cascade_train.data.captions import Captions
-from cascade_train.data.index.rows import ROW_FIELDS, Index, repeat_counts, repeated_rows
+from cascade_train.data.index.rows import ROW_FIELDS, Index, repeat_counts, repeat_rows
 from cascade_train.data.index.selection import selected
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
@@ -183,7 +183,7 @@ class Mixture(JoinedSource):
         parts = []
         for name, part in opened.items():
             weight = (self.loss_weights or {}).get(name, 1.0)
-            parts.append(replace(part, rows=_repeated(name, part, factors[name]), prefix=f"{name}/", weight=weight))
+            parts.append(replace(part, rows=_repeat_rows(name, part, factors[name]), prefix=f"{name}/", weight=weight))
         total = sum(len(part.rows) for part in parts)
         for name, part in zip(opened, parts, strict=True):
             share, text = 100 * len(part.rows) / total, "%s: %d samples an epoch (%.1f %%), each %.3g times."
@@ -200,12 +200,12 @@ class Mixture(JoinedSource):
         return {name: epoch * shares[name] / size for name, size in sizes.items()}
 
 
-def _repeated(name: str, part: Part, factor: float) -> np.ndarray:
+def _repeat_rows(name: str, part: Part, factor: float) -> np.ndarray:
     counts = np.zeros(len(part.index), dtype=np.int64)
     counts[part.rows] = repeat_counts(part.index.keys[part.rows].tolist(), factor)
     if not counts.any():
         raise ConfigError(f"data.repeats.{name}={factor} of {len(part.rows)} samples is less than one; raise it")
-    return repeated_rows(counts)
+    return repeat_rows(counts)
 
 
 @dataclass(kw_only=True)
@@ -236,13 +236,13 @@ class Regularised(JoinedSource):
     def open(self) -> Index:
         """Open both and return one index, in which the smaller side is repeated."""
         own, other = self._open_parts().values()
-        times = _times(len(own.rows), len(other.rows), 1 - self.share)
-        other_times = _times(len(other.rows), len(own.rows), self.share)
+        times = _repetitions(len(own.rows), len(other.rows), 1 - self.share)
+        other_times = _repetitions(len(other.rows), len(own.rows), self.share)
         own = replace(own, rows=np.tile(own.rows, times))
         other = replace(other, rows=np.tile(other.rows, other_times), weight=self.weight)
         return self._join([own, other], "regularised")
 
 
-def _times(count: int, others: int, share: float) -> int:
+def _repetitions(count: int, others: int, share: float) -> int:
     """Return how often `count` samples come beside `others` to be `share` of all: once, unless they are too few."""
     return max(1, round(others * share / (1 - share) / count))

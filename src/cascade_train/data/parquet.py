@@ -16,7 +16,7 @@ import numpy as np
 from cascade_train.data.decoding.decode import upright_size
 from cascade_train.data.file_source import TableRows, TableSource
 from cascade_train.data.index.cache import cache_file, default_cache_dir, read_cache, write_cache
-from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS, checksum, combined, text_checksum
+from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS, checksum, combine, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.storage.store import PerProcess
 from cascade_train.errors import ConfigError, install_hint
@@ -60,11 +60,11 @@ class Parquet(TableSource):
 
     def check(self) -> None:
         """See `Source.check`: the files, and the columns of the first."""
-        first = self._found()[0]
+        first = self._find_files()[0]
         with open_parquet(first) as file:
             self._check_columns(first, file.schema_arrow.names)
 
-    def _found(self) -> list[Path]:
+    def _find_files(self) -> list[Path]:
         paths = []
         for path in self._paths:
             found = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
@@ -77,7 +77,7 @@ class Parquet(TableSource):
         return paths
 
     def _tables(self) -> list[Path]:
-        paths, sizes = self._found(), []
+        paths, sizes = self._find_files(), []
         for path in paths:
             with open_parquet(path) as file:
                 self._check_columns(path, file.schema_arrow.names)
@@ -100,7 +100,7 @@ class Parquet(TableSource):
             names=[key.decode() for key in keys[table["bytes"] < 0].tolist()],
             unfilled=int(found["unfilled"]),
             verdicts=self._verdicts(path, table),
-            content=combined(*found["checksums"].T),
+            content=combine(*found["checksums"].T),
         )
 
     def _verdicts(self, path: Path, table: np.ndarray) -> np.ndarray:
@@ -114,7 +114,7 @@ class Parquet(TableSource):
             for group, (first, end) in enumerate(itertools.pairwise(edges)):
                 rows = list(read_rows(file, group, names)) if names else []
                 for place in range(first, end):
-                    values = _present(rows[table["row"][place]]) if rows else {}
+                    values = _without_none(rows[table["row"][place]]) if rows else {}
                     verdicts[place] = self._filters.judge(values)
         return verdicts
 
@@ -133,7 +133,7 @@ class Parquet(TableSource):
             caption=self._caption(values),
             caption_from=f"column {self.caption_column}",
             key=self._index.name(row),
-            values={key: value for key, value in _present(values).items() if key != self.image_column},
+            values={key: value for key, value in _without_none(values).items() if key != self.image_column},
         )
 
 
@@ -209,7 +209,7 @@ def _plain_row(row: Any) -> dict[str, Any]:
     return values
 
 
-def _present(values: dict[str, Any]) -> dict[str, Any]:
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 

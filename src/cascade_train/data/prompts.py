@@ -1,7 +1,4 @@
-"""Prompts from files: `@prompts.txt` with one a line, or a column of a table, `@captions.csv:caption`.
-
-How `prompts=` is given is known here; what is drawn of them is not.
-"""
+"""Prompts from files: `@prompts.txt` with one a line, or a column of a table, `@captions.csv:caption`."""
 
 from __future__ import annotations
 
@@ -22,8 +19,7 @@ COLUMNS = ("caption", "prompt", "text")
 
 PARQUET, TEXT = ".parquet", ".txt"
 
-Row = tuple[Callable[[], str], Mapping[str, Any]]
-"""What says where a row is, and its values by column."""
+Row = tuple[Callable[[], str], Mapping[str, Any]]  # its place as text, and its values by column
 
 
 def read_prompts(given: Any, *, key: str = "prompts") -> list[str]:
@@ -64,7 +60,7 @@ def _prompts_of(text: str, key: str) -> list[str]:
 
 
 def _place(named: str) -> tuple[Path, str | None]:
-    """Return the path and the column, which stands behind the last colon of a text that is no file itself."""
+    """Return the path and the column behind the last colon of a text that is no file itself."""
     whole = Path(named).expanduser()
     path, colon, column = named.rpartition(":")
     return (Path(path).expanduser(), column) if colon and not whole.is_file() else (whole, None)
@@ -103,7 +99,6 @@ def _table_rows(path: Path, where: str) -> Iterator[Row]:
 
 
 def _line_at(path: Path, start: int) -> str:
-    """Return the number of the line that begins at a byte."""
     with open_regular(path) as file:
         return f"line {1 + sum(1 for _ in takewhile(lambda _: file.tell() <= start, file))}"
 
@@ -123,16 +118,10 @@ def _column(columns: Mapping[str, Any], named: str | None, where: str) -> str:
     """Return the column that is named, else the one that a caption is looked for in."""
     has = list(columns)
     if named is not None and named not in has:
-        raise ConfigError(
-            f"{where}: has no column {named}; it has {', '.join(has) or 'none'}. Name one behind a colon."
-        )
+        raise ConfigError(f"{where}: has no column {named}; it has {', '.join(has) or 'none'}. Name one behind a colon")
     found = [name for wanted in COLUMNS for name in has if name.lower() == wanted] if named is None else [named]
     if not found and len(has) == 1 and ";" in has[0]:
-        raise ConfigError(
-            f"{where}: its one column is {has[0]!r}; cells of a .csv are separated by commas. Save it so."
-        )
+        raise ConfigError(f"{where}: its one column is {has[0]!r}; cells of a .csv are separated by commas: save it so")
     if not found and len(has) != 1:
-        raise ConfigError(
-            f"{where}: which column holds the prompts? It has {', '.join(has)}. Name one: {where}:<column>."
-        )
+        raise ConfigError(f"{where}: which column holds the prompts? It has {', '.join(has)}. Name one: {where}:<name>")
     return (found or has)[0]

@@ -1,4 +1,4 @@
-"""One sample on its way from a source to a batch, limits of its files, and how many unreadable ones stop a run."""
+"""One sample between source and batch, limits of its files, and of unreadable samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cascade_train.batch import Unreadable
 
 FEW = 3
-"""Unreadable samples that no share counts against, while they are at most half of all: few samples say little."""
+"""Unreadable samples that any share allows, while they are at most half of all: few samples say little."""
 
 PICTURES = ("image", "mask")
 
@@ -30,24 +30,16 @@ class UnreadableSampleError(RunError):
 
 @dataclass(frozen=True, kw_only=True)
 class RawSample:
-    """What a source returns for one row of its index.
+    """A sample as its source returns it for one row of its index."""
 
-    Attributes:
-        image: an encoded picture (jpg, png, webp), or (H, W, 3) uint8 RGB; None where `tensors` replace it.
-        mask: where the loss counts: an encoded picture of the image's size, or (H, W) uint8; None = everywhere.
-        caption_from: where its source found the caption: a kind of file, a column.
-        values: what else is known of the sample (its json, its columns), for captions and their templates.
-        tensors: arrays that go into the batch as they are, by name (what a cache holds).
-    """
-
-    image: bytes | np.ndarray | None
+    image: bytes | np.ndarray | None  # encoded (jpg, png, webp), or (H, W, 3) uint8 RGB; None = see `tensors`
     caption: str  # the text, without dropout
     key: str  # where the sample came from, for messages
     weight: float = 1.0  # of its loss
-    caption_from: str = "its source"
-    mask: bytes | np.ndarray | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)
-    tensors: Mapping[str, np.ndarray] = field(default_factory=dict)
+    caption_from: str = "its source"  # where the caption was found: a kind of file, a column
+    mask: bytes | np.ndarray | None = None  # of the loss: encoded, of the image's size, or (H, W) uint8; None = all
+    values: Mapping[str, Any] = field(default_factory=dict)  # its json, its columns, for captions and their templates
+    tensors: Mapping[str, np.ndarray] = field(default_factory=dict)  # arrays of a cache for the batch, by name
 
     def __post_init__(self) -> None:
         for name, value, wanted in (("image", self.image, "(H, W, 3)"), ("mask", self.mask, "(H, W)")):
@@ -87,18 +79,14 @@ class FileLimits:
     max_text_kib: int | None  # of a caption, a json or a yaml, in KiB; None = any
 
     def check(self, part: str, size: int) -> None:
-        """Check the size in bytes of a file: "image" or "mask"; any other part is a text, "caption" or "json"."""
+        """Check the size in bytes of a part: "image", "mask", or else a text."""
         key = "max_file_mib" if part in PICTURES else "max_text_kib"
         limit = getattr(self, key)
         if limit is not None and size > limit * (1024**2 if part in PICTURES else 1024):
             raise UnreadableSampleError(f"its {part} has {size} bytes, more than data.{key}={limit} allows")
 
     def read(self, path: Path, part: str) -> bytes:
-        """Read a whole file.
-
-        An UnreadableSampleError where it is larger than allowed, has a name that is impossible, or is no plain file (a
-        device may have no end).
-        """
+        """Read a whole file; an UnreadableSampleError where it is larger than allowed, or no plain file."""
         try:
             with open_regular(path) as file:
                 self.check(part, os.fstat(file.fileno()).st_size)
@@ -112,7 +100,7 @@ class FileLimits:
 
 
 def most_unreadable(samples: int, max_share: float) -> float:
-    """Return how many unreadable samples do not stop a run: a share of them, or a few where that is more."""
+    """Return how many unreadable samples do not stop a run: a share, or a few."""
     return max(min(FEW, samples // 2), max_share * samples)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,26 +36,13 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle", "cross", "star", "diamond", "ring")
 RADII = {"small": 0.1, "large": 0.16}  # of the picture's side
-POSITIONS = {
-    "top left": (0, 0),
-    "top": (1, 0),
-    "top right": (2, 0),
-    "left": (0, 1),
-    "center": (1, 1),
-    "right": (2, 1),
-    "bottom left": (0, 2),
-    "bottom": (1, 2),
-    "bottom right": (2, 2),
-}
+_NINE = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
+POSITIONS = {name: (number % 3, number // 3) for number, name in enumerate(_NINE)}  # column and line of `GRID`
 PLACES = {"sides": ("left", "right")}
 """Several positions at once: the object is there in each. Pictures have them only where `only` names them."""
 
 WORDS = (*COLOURS, *SHAPES, *RADII, *POSITIONS, *PLACES)
-"""Words that describe an object."""
-
-GRID = (0.22, 0.5, 0.78)
-"""Where the columns and lines of positions lie, in sides of the picture."""
-
+GRID = (0.22, 0.5, 0.78)  # of the columns and lines of positions, in sides of the picture
 _OVERSAMPLING = 4
 _DRAWS = 16
 _DROP_PROB = 0.08  # for each of size, position and shape: about a quarter of the captions leave one out
@@ -63,7 +50,7 @@ _DROP_PROB = 0.08  # for each of size, position and shape: about a quarter of th
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What one picture shows, by the words of its caption; the background has another colour than the object."""
+    """The content of a picture, in words of its caption; the background has another colour than the object."""
 
     colour: str
     shape: str
@@ -77,15 +64,15 @@ class Scene:
 
     def sentence(self) -> str:
         """Return the first form of the caption, with every word."""
-        return _caption(self, [_DROP_PROB] * 3 + [0.0])
+        return _write_caption(self, [_DROP_PROB] * 3 + [0.0])
 
 
 @dataclass(kw_only=True)
 class Shapes(Source):
     """Procedural captioned pictures, drawn when they are read.
 
-    The word `sides` of `only`, which no picture has otherwise, puts the object on the left and on the right. A
-    `background_weight` below 1 helps a young model, since objects cover a twentieth of a picture.
+    The word `sides` of `only` puts the object on the left and on the right. A `background_weight` below 1 helps a young
+    model, since objects cover a twentieth of a picture.
     """
 
     samples: int
@@ -100,48 +87,53 @@ class Shapes(Source):
         check_least("data.image_size", self.image_size, 16, "shapes need as many pixels")
         check_share("data.background_weight", self.background_weight, "it is a share of the object's")
         for key, words in (("only", self.only or []), ("names", list(self.names or {}))):
-            unknown = [word for word in words if word not in WORDS]
-            if unknown:
-                raise ValueError(f"data.{key}: {unknown[0]!r} is no word of a scene; choose from {', '.join(WORDS)}")
+            for unknown in (word for word in words if word not in WORDS):
+                raise ValueError(f"data.{key}: {unknown!r} is no word of a scene; choose from {', '.join(WORDS)}")
 
     def open(self) -> Index:
-        """Return the index of one virtual shard."""
+        """See `Source.open`: the index of one virtual shard."""
         table = np.zeros(self.samples, dtype=ROW_FIELDS)
         table["width"] = table["height"] = self.image_size
         keys = np.array([f"{row:07d}".encode() for row in range(self.samples)])
         return Index(shards=(self._title(),), table=table, keys=keys)
 
     def read(self, row: int) -> RawSample:
-        """Draw one picture."""
+        """See `Source.read`: draw one picture."""
         scene, caption, picture = self.draw(row)
-        words = vars(scene.renamed(self.names or {}))
-        key = f"{self._title()}:{row:07d}"
-        return RawSample(image=np.asarray(picture), caption=caption, key=key, values=words, mask=self._mask(row))
+        return RawSample(
+            image=np.asarray(picture),
+            caption=caption,
+            key=f"{self._title()}:{row:07d}",
+            values=vars(scene.renamed(self.names or {})),
+            mask=self._mask(row),
+        )
 
     def _mask(self, row: int) -> np.ndarray | None:
-        """Return how much each pixel of a picture counts, 255 on the object and a twelfth of the side around it."""
+        """Return the loss weight of each pixel, 255 on the object and a twelfth of the side around it."""
         if self.background_weight == 1.0:
             return None
         draws = _uniform(self.seed, row)
-        outline = _outline_mask(_scene(draws, self.only or ()), draws[10:], self.image_size)
-        near = _widened(np.asarray(outline) > 0, self.image_size // 24)
+        near = np.asarray(_outline_mask(_draw_scene(draws, self.only or ()), draws[10:], self.image_size)) > 0
+        reach = self.image_size // 24  # along each axis
+        for axis in (0, 1):
+            margins = [(reach, reach) if axis == each else (0, 0) for each in (0, 1)]
+            near = sliding_window_view(np.pad(near, margins), 2 * reach + 1, axis=axis).max(axis=-1)
         return np.where(near, np.uint8(255), np.uint8(round(255 * self.background_weight)))
 
     def _title(self) -> str:
-        """Return a name of these pictures alone, so that no run continues with others."""
         names = [f"{word}={name}" for word, name in (self.names or {}).items()]
         return "-".join([f"shapes-seed{self.seed}", *sorted(self.only or []), *sorted(names)])
 
     def scene(self, row: int) -> Scene:
-        """Return what a picture shows; an eighth of the work of drawing it."""
-        return _scene(_uniform(self.seed, row), self.only or ())
+        """Return the content of a picture, in an eighth of the time that `draw` takes."""
+        return _draw_scene(_uniform(self.seed, row), self.only or ())
 
     def draw(self, row: int) -> tuple[Scene, str, Image.Image]:
-        """Return what is shown, its caption, and the picture, image_size square in RGB."""
+        """Return the content of a picture, its caption, and the picture, image_size square in RGB."""
         draws = _uniform(self.seed, row)
-        scene = _scene(draws, self.only or ())
-        caption = _caption(scene.renamed(self.names or {}), draws[5:10])
-        return scene, caption, _picture(scene, draws[10:], self.image_size)
+        scene = _draw_scene(draws, self.only or ())
+        caption = _write_caption(scene.renamed(self.names or {}), draws[5:10])
+        return scene, caption, _draw_picture(scene, draws[10:], self.image_size)
 
 
 def _uniform(seed: int, row: int) -> list[float]:
@@ -155,16 +147,16 @@ def _choose(options: Sequence[str], draw: float) -> str:
     return options[int(draw * len(options))]
 
 
-def _scene(draws: list[float], only: Collection[str]) -> Scene:
-    usual: tuple[tuple[str, ...], ...] = (tuple(COLOURS), SHAPES, tuple(RADII), tuple(POSITIONS))
-    everything = (*usual[:3], (*POSITIONS, *PLACES))
-    options = [[w for w in words if w in only] or most for words, most in zip(everything, usual, strict=True)]
+def _draw_scene(draws: list[float], only: Collection[str]) -> Scene:
+    words: tuple[Iterable[str], ...] = (COLOURS, SHAPES, RADII, POSITIONS)
+    options = [[word for word in each if word in only] or list(each) for each in words]
+    options[3] = [place for place in (*POSITIONS, *PLACES) if place in only] or list(POSITIONS)
     colour, shape, size, position = (_choose(each, draw) for each, draw in zip(options, draws, strict=False))
     background = _choose([name for name in COLOURS if name != colour], draws[4])
     return Scene(colour=colour, shape=shape, size=size, position=position, background=background)
 
 
-def _caption(scene: Scene, draws: list[float]) -> str:
+def _write_caption(scene: Scene, draws: list[float]) -> str:
     """Describe the scene in one of several forms, now and then without size, position or shape."""
     keep_size, keep_position, keep_shape = (draw >= _DROP_PROB for draw in draws[:3])
     words = ([scene.size] if keep_size else []) + [scene.colour, scene.shape if keep_shape else "shape"]
@@ -184,10 +176,9 @@ def _caption(scene: Scene, draws: list[float]) -> str:
     return _choose(forms, draws[3])
 
 
-def _picture(scene: Scene, draws: list[float], image_size: int) -> Image.Image:
-    """Blend two colours by the object's soft mask."""
-    front = Image.new("RGB", (image_size, image_size), _tinted(scene.colour, draws[4]))
-    back = Image.new("RGB", (image_size, image_size), _tinted(scene.background, draws[5]))
+def _draw_picture(scene: Scene, draws: list[float], image_size: int) -> Image.Image:
+    front = Image.new("RGB", (image_size, image_size), _vary_brightness(scene.colour, draws[4]))
+    back = Image.new("RGB", (image_size, image_size), _vary_brightness(scene.background, draws[5]))
     return Image.composite(front, back, _outline_mask(scene, draws, image_size))
 
 
@@ -204,16 +195,7 @@ def _outline_mask(scene: Scene, draws: list[float], image_size: int) -> Image.Im
     return mask.reduce(_OVERSAMPLING)
 
 
-def _widened(inside_HW: np.ndarray, reach: int) -> np.ndarray:
-    """Return what lies at most `reach` pixels from an object, along each axis."""
-    for axis in (0, 1):
-        margins = [(reach, reach) if axis == each else (0, 0) for each in (0, 1)]
-        inside_HW = sliding_window_view(np.pad(inside_HW, margins), 2 * reach + 1, axis=axis).max(axis=-1)
-    return inside_HW
-
-
-def _tinted(colour: str, draw: float) -> tuple[int, int, int]:
-    """Make a colour up to 10 of 255 brighter or darker."""
+def _vary_brightness(colour: str, draw: float) -> tuple[int, int, int]:
     shift = round(20 * (draw - 0.5))
     red, green, blue = (min(255, max(0, channel + shift)) for channel in COLOURS[colour])
     return red, green, blue

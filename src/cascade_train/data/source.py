@@ -1,7 +1,6 @@
 """The base of every source of samples, with the options that the loader owns.
 
-A new source is one file here, one YAML in `conf/data` and one test. Reading belongs in the source; order,
-batches and workers belong to `order/plan.py` and `loading/feed.py`.
+A new source is one file here, one YAML in `conf/data` and one test.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 class Source(abc.ABC):
     """Where samples come from. The constructor checks ranges and touches no file; conf/data documents the options.
 
-    A resume and a cache hold to every option, except where its annotation declares it to be `Free` or `Order`.
+    Every option is fixed for a resume and a cache, except where its annotation declares it `Free` or `Order`.
     """
 
     is_cache: ClassVar[bool] = False  # whether it holds what a cache was filled with, and no pictures
@@ -67,10 +66,8 @@ class Source(abc.ABC):
         check_least("data.image_size", self.image_size, 1, "it is the side of a picture in pixels")
         check_least("data.shuffle_window_shards", self.shuffle_window_shards, 1, "1 mixes within a shard")
         check_least("data.num_workers", self.num_workers, 0, "0 reads in the training process")
-        check_least("data.max_pixels", self.max_pixels, 1, "null decodes any picture")
-        check_least("data.max_file_mib", self.max_file_mib, 1, "null reads any file")
-        check_least("data.max_text_kib", self.max_text_kib, 1, "null reads any file")
-        check_least("data.num_examples_to_see", self.num_examples_to_see, 1, "null = no limit")
+        for key in ("max_pixels", "max_file_mib", "max_text_kib", "num_examples_to_see"):
+            check_least(f"data.{key}", getattr(self, key), 1, "null = no limit")
         check_share("data.flip_prob", self.flip_prob, "it is a share of the pictures")
         check_share("data.max_unreadable_share", self.max_unreadable_share, "0.03 allows 3 in 100")
         if self.max_wait_seconds is not None and self.max_wait_seconds <= 0.0:
@@ -80,7 +77,7 @@ class Source(abc.ABC):
         self._bucket_table = self.buckets.table(self.image_size, self.aspect_ratios)
 
     def captions_of(self, row: int) -> Captions:
-        """Return what makes the caption of one row; joined sources return that of the row's own source."""
+        """Return the caption options of one row; joined sources return those of the row's own source."""
         return self.captions
 
     def check(self) -> None:
@@ -90,18 +87,14 @@ class Source(abc.ABC):
     def open(self) -> Index:
         """Read or make the index. Called once, before `read`.
 
-        Raises:
-            ConfigError: the data is missing or not of the form that the source reads.
-            RunError: too much of the data is damaged.
+        A ConfigError where the data is missing or has another form, a RunError where too much of it is damaged.
         """
 
     @abc.abstractmethod
     def read(self, row: int) -> RawSample:
         """Read one row of the index, without decoding the picture. Runs in a worker process.
 
-        Raises:
-            UnreadableSampleError: the sample's content is damaged.
-            OSError: the data cannot be reached.
+        An UnreadableSampleError where the sample's content is damaged, an OSError where the data cannot be reached.
         """
 
     def prefetch(self, rows: Sequence[int]) -> None:
@@ -116,7 +109,7 @@ class Source(abc.ABC):
         return ()
 
     def part_of(self, row: int) -> int:
-        """Return the place among `part_names` of the source that a row of the index came from."""
+        """Return the number among `part_names` of the source of a row of the index."""
         raise AssertionError("asked for with part_names alone")
 
     def bucket_table(self, index: Index) -> BucketTable:

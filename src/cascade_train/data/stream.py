@@ -115,35 +115,35 @@ class Stream:
         while True:
             empty = cursor.place == 0 and cursor.sample == 0
             block, size = list[StreamSample](), 0
-            for sample, behind in self._samples(cursor):
+            for sample, behind in self._rest_of_epoch(cursor):
                 block.append(sample)
                 size += sum(map(len, sample.parts.values()))
                 if len(block) == self.spec.buffer_samples or size >= self.spec.buffer_mib * MEBIBYTE:
-                    yield cursor, self._mixed(block, cursor)
+                    yield cursor, self._shuffle(block, cursor)
                     cursor, block, size, empty = behind, [], 0, False
             if block:
-                yield cursor, self._mixed(block, cursor)
+                yield cursor, self._shuffle(block, cursor)
             elif empty:
-                names = ", ".join(self.tars[row].name for row in self._order(cursor.epoch)[:3])
+                names = ", ".join(self.tars[row].name for row in self._rows_of_epoch(cursor.epoch)[:3])
                 raise RunError(
                     f"data.urls: no sample of {names} can be used in epoch {cursor.epoch}; see the log for why"
                 )
             cursor = Cursor(epoch=cursor.epoch + 1)
 
-    def _samples(self, cursor: Cursor) -> Iterator[tuple[StreamSample, Cursor]]:
+    def _rest_of_epoch(self, cursor: Cursor) -> Iterator[tuple[StreamSample, Cursor]]:
         """Yield the samples of the rest of an epoch, each with the position after it."""
-        for place, row in enumerate(self._order(cursor.epoch)):
+        for place, row in enumerate(self._rows_of_epoch(cursor.epoch)):
             if place < cursor.place:
                 continue
             first = cursor.sample if place == cursor.place else 0
-            for sample, (key, parts) in enumerate(self._passing(row, cursor.epoch)):
+            for sample, (key, parts) in enumerate(self._filtered_samples(row, cursor.epoch)):
                 if sample >= first:
                     number = row * _SAMPLES_OF_A_TAR + sample
                     name = printable(f"{self.tars[row].name}:{key}")
                     behind = Cursor(epoch=cursor.epoch, place=place, sample=sample + 1)
                     yield StreamSample(number=number, epoch=cursor.epoch, key=name, parts=parts), behind
 
-    def _passing(self, row: int, epoch: int) -> Iterator[tuple[str, dict[str, bytes]]]:
+    def _filtered_samples(self, row: int, epoch: int) -> Iterator[tuple[str, dict[str, bytes]]]:
         """Yield the samples of a tar that pass the filters; log once what it holds besides samples."""
         tar, spec = self.tars[row], self.spec
         dropped, largest = Dropped(caption=tar.caption), spec.max_file_mib * MEBIBYTE
@@ -154,12 +154,12 @@ class Stream:
         if dropped.examples and epoch == 0:
             _log.warning("%s: left out %s", tar.name, dropped.text())
 
-    def _order(self, epoch: int) -> list[int]:
+    def _rows_of_epoch(self, epoch: int) -> list[int]:
         """Return the rows of this stream's tars in an epoch; over all streams each tar comes once."""
         order = permutation(len(self.rows), self.seed, epoch, "streams")
         return [self.rows[place] for place in order[self.number :: self.streams].tolist()]
 
-    def _mixed(self, block: list[StreamSample], begin: Cursor) -> list[StreamSample]:
+    def _shuffle(self, block: list[StreamSample], begin: Cursor) -> list[StreamSample]:
         purpose = f"stream/{self.number}/{begin.place}/{begin.sample}"
         return [block[place] for place in permutation(len(block), self.seed, begin.epoch, purpose).tolist()]
 
@@ -197,7 +197,7 @@ def _open_stored(tar: Tar) -> Iterator[Any]:
         with tar.open() as stored:
             yield stored if tar.compression is None else _Decompressed(tar, tar.compression, stored)
     except OSError as error:
-        raise _damaged(tar, error) from error
+        raise _damage_error(tar, error) from error
 
 
 class _Decompressed:
@@ -210,11 +210,11 @@ class _Decompressed:
         try:
             content: bytes = self._file.read(size)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-            raise _damaged(self._tar, error) from error
+            raise _damage_error(self._tar, error) from error
         return content
 
 
-def _damaged(tar: Tar, error: Exception) -> RunError:
+def _damage_error(tar: Tar, error: Exception) -> RunError:
     return RunError(f"data.urls: {tar.item.url} cannot be read to its end: {error}; copy it again")
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from cascade_train.data.file_source import TableRows, TableSource
 from cascade_train.data.index.cache import load_checksums
-from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS, combined, first_names, text_checksum
+from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS, combine, first_names, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import bounded_lines, open_regular, parsing, read_json
@@ -86,7 +86,7 @@ class Table(TableSource):
             names=names,
             unfilled=unfilled,
             verdicts=np.array(verdicts) if verdicts else np.zeros((len(names), 0)),
-            content=combined(np.array(texts), *parts),
+            content=combine(np.array(texts), *parts),
         )
 
     def _usable(self, path: Path, rows: TableRows) -> TableRows:
@@ -211,7 +211,7 @@ def read_metadata_files(
     Logs which rows name none of the pictures; a ConfigError for a damaged file.
     """
     found: dict[str, Mapping[str, Any]] = {}
-    name_of, folders = {_normal(name): name for name in pictures}, []
+    name_of, folders = {_normalize_path(name): name for name in pictures}, []
     for file in files:
         folder, unread = posixpath.dirname(file), list[str]()
         try:
@@ -220,7 +220,7 @@ def read_metadata_files(
             raise ConfigError(f"{error}; data.metadata=false reads no such file") from error
         for values in rows:
             name = str(values["file_name"])
-            picture = name_of.get(_normal(posixpath.join(folder, name.replace("\\", "/"))))
+            picture = name_of.get(_normalize_path(posixpath.join(folder, name.replace("\\", "/"))))
             if picture is None or picture in found:
                 unread.append(name)
             else:
@@ -239,6 +239,6 @@ def caption_of(values: Mapping[str, Any]) -> str:
     return "\n".join(text.strip() for text in texts if isinstance(text, str))
 
 
-def _normal(path: str) -> str:
+def _normalize_path(path: str) -> str:
     """Return a path in one form: systems compose accents or do not, and a table may have another form than a disk."""
     return unicodedata.normalize("NFC", posixpath.normpath(path))

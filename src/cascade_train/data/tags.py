@@ -1,4 +1,4 @@
-"""Captions that are lists of tags: shuffled, dropped and truncated, with the first or the heavier ones preferred."""
+"""Captions that are lists of tags: shuffled by weight, dropped and truncated."""
 
 from __future__ import annotations
 
@@ -45,10 +45,8 @@ class Tags:
                 f"{where}drop_prob={self.drop_prob} is a share of the tags: at least 0 and below 1; whole captions are"
                 " dropped by task.cond_drop_prob"
             )
-        for name in ("max_tags", "max_characters"):
-            limit = getattr(self, name)
-            if limit is not None and limit < max(1, self.keep_first if name == "max_tags" else 0):
-                raise ValueError(f"{where}{name}={limit} must be at least 1 and leave room for keep_first; null = off")
+        for name, least in (("max_tags", max(1, self.keep_first)), ("max_characters", 1)):
+            check_least(f"{where}{name}", getattr(self, name), least, "it must leave room for keep_first; null = off")
         if self.keep_first and not (self.shuffle or self.drop_prob):
             raise ValueError(
                 f"{where}keep_first={self.keep_first} has nothing to keep tags from: set {where}shuffle=true or"
@@ -105,7 +103,7 @@ class Tags:
 
 
 def weighted_texts(value: Any, key: str) -> list[Weighted]:
-    """Return texts with their weights, 1 where none is given, of a list of both or a mapping; see `Tags`."""
+    """Return texts with their weights, else 1, of a list or a mapping; see `Tags`."""
     if isinstance(value, Mapping):
         entries = list(value.items())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -120,7 +118,7 @@ def weighted_texts(value: Any, key: str) -> list[Weighted]:
     return [(text.strip(), float(weight)) for text, weight in entries if text.strip()]
 
 
-def drawn(weights: Sequence[float], generator: torch.Generator) -> int:
+def draw_index(weights: Sequence[float], generator: torch.Generator) -> int:
     """Return a position, drawn in proportion to the weights; of one position nothing is drawn."""
     if len(weights) == 1:
         return 0

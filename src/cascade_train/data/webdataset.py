@@ -1,7 +1,4 @@
-"""Captioned pictures in tar files of the webdataset layout, read by offset, or as streams where that is not possible.
-
-Order, sharding and shuffling do not follow the tars: the plan decides them.
-"""
+"""Captioned pictures in tar files of the webdataset layout, read by offset, or as streams where they have none."""
 
 from __future__ import annotations
 
@@ -11,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cascade_train.data.index.row_filter import parse_row_filters
-from cascade_train.data.index.rows import BEGINNING_BYTES, ROW_FIELDS, Index, checksum, combined, text_checksum
+from cascade_train.data.index.rows import BEGINNING_BYTES, ROW_FIELDS, Index, checksum, combine, text_checksum
 from cascade_train.data.index.selection import RowSelector
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
@@ -48,7 +46,7 @@ class WebDataset(Source):
     streams: Order[int | None] = None
     stream: Order[StreamSpec] = field(default_factory=StreamSpec)
 
-    caption = PARTS["caption"]  # the extension of what stands for a caption, for sources that inherit
+    caption = PARTS["caption"]  # the extension of caption files, for sources that inherit
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +55,7 @@ class WebDataset(Source):
             raise ValueError(f"data.urls={self.urls} must be a path or a list of paths, as in data.urls=[a.tar,b.tar]")
         check_least("data.streams", self.streams, 1, "null chooses a number")
         self._filters = parse_row_filters(self.row_filters)
+        self._cache_dir = None if self.index_dir is None else Path(self.index_dir)
         self._tars: list[Tar] = []
         self._listings = Listings(None if self.listing is None else Path(self.listing))
         self._stores: list[Store] = []
@@ -68,13 +67,12 @@ class WebDataset(Source):
 
     def open(self) -> Index:
         """See `Source.open`: index every tar, or take its index from the cache."""
-        cache_dir = None if self.index_dir is None else Path(self.index_dir)
         try:
             self._tars = [replace(tar, caption=self.caption) for tar in find_tars(self.urls, self._listings)]
             if not all(tar.is_indexable for tar in self._tars):
                 return self._open_streams()
-            shards = _load_shards(self._tars, cache_dir)
-            kept = self._judge(shards, cache_dir)
+            shards = self._load_shards()
+            kept = self._judge(shards) if len(self._filters) else slice(None)
         except OSError as error:
             raise RunError(f"data.urls: a tar cannot be read: {error}") from error
         for tar, shard in zip(self._tars, shards, strict=True):
@@ -82,47 +80,39 @@ class WebDataset(Source):
                 _log.warning("%s: left out %s", tar.item.url, shard.dropped.text())
         table = np.concatenate([shard.table for shard in shards])
         table["shard"] = np.repeat(np.arange(len(shards)), [len(shard.table) for shard in shards])
-        names = tuple(tar.name for tar in self._tars)
-        keys = np.concatenate([shard.keys for shard in shards])
         used = [part != "json" or self.captions.needs_values for part in ("image", *PARTS)]
-        content = combined(*np.concatenate([shard.checksums for shard in shards])[kept].T[used])
-        index = Index(shards=names, table=table[kept], keys=keys[kept], filters=self._filters.identity, content=content)
-        self._index = index
+        self._index = Index(
+            shards=tuple(tar.name for tar in self._tars),
+            table=table[kept],
+            keys=np.concatenate([shard.keys for shard in shards])[kept],
+            filters=self._filters.identity,
+            content=combine(*np.concatenate([shard.checksums for shard in shards])[kept].T[used]),
+        )
         self._stores = list({id(tar.store): tar.store for tar in self._tars if tar.store is not None}.values())
         threads = max(store.parallel_reads for store in self._stores)
         self._ahead = ReadAhead(threads) if threads > 1 else None
-        return index
+        return self._index
 
     def _open_streams(self) -> Index:
         """Return an index of the tars; an option that needs one of samples is refused."""
         streamed = next(tar.name for tar in self._tars if not tar.is_indexable)
-        asked = {
-            "data.aspect_ratios": self.aspect_ratios,
-            "data.size_filters": self.size_filters,
-            "data.quarantine": self.quarantine,
-            "data.buckets.max_upscale": self.buckets.max_upscale,
-        }
-        for key, value in asked.items():
-            if value is not None:
+        for key in ("aspect_ratios", "size_filters", "quarantine", "buckets.max_upscale"):
+            if (value := attrgetter(key)(self)) is not None:
                 raise ConfigError(
-                    f"{key}={value} needs an index of all samples, but {streamed} cannot be indexed: set it"
+                    f"data.{key}={value} needs an index of all samples, but {streamed} cannot be indexed: set it"
                     " to null, or give tars that are neither piped nor compressed"
                 )
-        rows = [(number, 0, 0, tar.item.size) for number, tar in enumerate(self._tars)]
-        table = np.array(rows, dtype=[*ROW_FIELDS, ("bytes", "<i8")])
-        names = tuple(tar.identity for tar in self._tars)
-        keys = np.array([name.encode() for name in names])
-        content = combined(np.array([self._checksum(tar) for tar in self._tars]))
         _log.info("%s cannot be indexed: all tars are streamed", streamed)
-        filters = self._filters.identity
-        return Index(shards=names, table=table, keys=keys, filters=filters, content=content, rows_are_samples=False)
-
-    @staticmethod
-    def _checksum(tar: Tar) -> int:
-        if tar.is_remote:
-            return text_checksum(tar.item.version)  # an ETag
-        with tar.open() as file:
-            return checksum(file.read(BEGINNING_BYTES), tar.item.size)
+        rows = [(number, 0, 0, tar.item.size) for number, tar in enumerate(self._tars)]
+        names = tuple(tar.identity for tar in self._tars)
+        return Index(
+            shards=names,
+            table=np.array(rows, dtype=[*ROW_FIELDS, ("bytes", "<i8")]),
+            keys=np.array([name.encode() for name in names]),
+            filters=self._filters.identity,
+            content=combine(np.array([_content_checksum(tar) for tar in self._tars])),
+            rows_are_samples=False,
+        )
 
     def own_feed(self, request: FeedRequest) -> Feed | None:
         """Return a feed of streams where not every tar can be indexed; a ConfigError where `streams` does not fit."""
@@ -148,20 +138,34 @@ class WebDataset(Source):
         return super().selectors() if self._stores else []
 
     def record(self) -> None:
-        """Keep what S3 prefixes held."""
+        """See `Source.record`: the listings of S3 prefixes."""
         self._listings.write()
 
-    def _judge(self, shards: list[ShardIndex], cache_dir: Path | None) -> np.ndarray | slice:
+    def _judge(self, shards: list[ShardIndex]) -> np.ndarray:
         """Return which samples of all shards meet the row filters, and log how many do."""
-        if not len(self._filters):
-            return slice(None)
         parts = zip(self._tars, shards, strict=True)
         largest = None if self.max_text_kib is None else self.max_text_kib * 1024
-        verdicts = [load_verdicts(tar, shard, self._filters, cache_dir, largest=largest) for tar, shard in parts]
+        verdicts = [load_verdicts(tar, shard, self._filters, self._cache_dir, largest=largest) for tar, shard in parts]
         return self._filters.kept(np.concatenate(verdicts))
 
+    def _load_shards(self) -> list[ShardIndex]:
+        """Return each tar's index, remote ones several at a time.
+
+        In random order, so that processes that start together read different tars instead of waiting for each other.
+        """
+        load, order = partial(load_shard, cache_dir=self._cache_dir), self._tars.copy()
+        if not any(tar.is_remote for tar in order):
+            return list(map(load, order))
+        random.SystemRandom().shuffle(order)
+        for tar in order:
+            if tar.store is not None:
+                tar.store.prepare()
+        with ThreadPoolExecutor(_INDEXED_AT_ONCE) as pool:
+            shards = dict(zip(map(id, order), pool.map(load, order), strict=True))
+        return [shards[id(tar)] for tar in self._tars]
+
     def prefetch(self, rows: Sequence[int]) -> None:
-        """Begin to read remote rows, several at a time."""
+        """See `Source.prefetch`: remote rows, several at a time."""
         if self._ahead is not None:
             for store in self._stores:
                 store.prepare()
@@ -184,31 +188,21 @@ class WebDataset(Source):
         for part, (_, size) in places.items():
             self.limits.check(part, size)
         found = {}
-        for group in _neighbours({part: place for part, place in places.items() if place[0]}):
+        for group in _group_neighbours({part: place for part, place in places.items() if place[0]}):
             begin = group[0][1]
             content = tar.read(begin, group[-1][1] + group[-1][2] - begin)
             found.update({part: content[start - begin : start - begin + size] for part, start, size in group})
         return found
 
 
-def _load_shards(tars: list[Tar], cache_dir: Path | None) -> list[ShardIndex]:
-    """Return each tar's index, remote ones several at a time.
-
-    In random order, so that processes that start together read different tars instead of waiting for each other.
-    """
-    if not any(tar.is_remote for tar in tars):
-        return [load_shard(tar, cache_dir) for tar in tars]
-    order = list(range(len(tars)))
-    random.SystemRandom().shuffle(order)
-    for tar in tars:
-        if tar.store is not None:
-            tar.store.prepare()
-    with ThreadPoolExecutor(_INDEXED_AT_ONCE) as pool:
-        shards = dict(zip(order, pool.map(lambda number: load_shard(tars[number], cache_dir), order), strict=True))
-    return [shards[number] for number in range(len(tars))]
+def _content_checksum(tar: Tar) -> int:
+    if tar.is_remote:
+        return text_checksum(tar.item.version)  # an ETag
+    with tar.open() as file:
+        return checksum(file.read(BEGINNING_BYTES), tar.item.size)
 
 
-def _neighbours(places: dict[str, tuple[int, int]]) -> Iterator[list[tuple[str, int, int]]]:
+def _group_neighbours(places: dict[str, tuple[int, int]]) -> Iterator[list[tuple[str, int, int]]]:
     """Group parts (name, start, size) that lie close to each other, in the order of the tar."""
     group: list[tuple[str, int, int]] = []
     for part, (start, size) in sorted(places.items(), key=lambda each: each[1]):

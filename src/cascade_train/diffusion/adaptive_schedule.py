@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cascade_train.diffusion.bucket import Bucketed
 from cascade_train.diffusion.schedule import Schedule
-from cascade_train.options import check_within
+from cascade_train.options import Share, check_within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,7 @@ class AdaptiveTrainSchedule(Bucketed, Schedule):
     """
 
     force_limits: bool = False
+    beta: Share[float] = 0.99
     min_probs: float
     outside: Literal["nearest", "first"] = "nearest"
 

@@ -89,7 +89,7 @@ class Bucketed(Adaptive, abc.ABC):
 
     logsnr_range: Rising[list[float]]
     buckets: Several[int]
-    beta: Share[float] = 0.99
+    beta: Share[float]
     duplicates: Literal["mean", "last"] = "mean"
 
     @cached_property
@@ -122,7 +122,7 @@ class AdaptiveParts(Adaptive, abc.ABC):
         """Return the parts by name."""
 
     def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
-        """Let every part learn from a global batch."""
+        """See `Adaptive.after_step`."""
         for part in self._parts().values():
             part.after_step(logsnr_G.detach(), loss_raw_G.detach())
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cascade_train.diffusion.bucket import Adaptive, AdaptiveParts, Bucketed
 from cascade_train.errors import ConfigError
-from cascade_train.options import Positive, Rising, check_above, check_fields
+from cascade_train.options import Positive, Rising, Share, check_above, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +93,8 @@ class MinSNRLossWeight(LossWeight):
 class MinSNRGammaLossWeight(LossWeight):
     """min(SNR, gamma) in the loss of x0, written for what the network predicts (Hang et al. 2023, eq. 7, section 3.4).
 
-    Attributes:
-        gamma: from this SNR on, less noise gets no more weight; 5 in the paper.
-        target: what the network predicts: the weight is divided by SNR for epsilon, by SNR + 1 for v.
+    From SNR = `gamma` on, 5 in the paper, less noise gets no more weight. It is divided by SNR where `target`, what the
+    network predicts, is epsilon, and by SNR + 1 where it is v.
     """
 
     gamma: Positive[float]
@@ -189,6 +188,7 @@ class AdaptiveLossWeight(Bucketed, LossWeight):
             as in the original: every rank has buckets of its own, and a checkpoint has rank 0's.
     """
 
+    beta: Share[float] = 0.99
     weight_range: Rising[list[float]]
     update: Literal["step", "micro_batch"] = "step"
 

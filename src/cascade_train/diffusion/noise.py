@@ -1,7 +1,5 @@
 """The noise that is added to latents, drawn one sample at a time.
 
-Must not live here: noise levels (schedule.py, scaling.py), and the offset noise of `Objective`.
-
 Shape legend: B batch, C channels, H W latent size.
 """
 
@@ -50,9 +48,8 @@ class PyramidNoise(Noise):
 
     Args:
         levels: levels in all, the finest included.
-        discount: share of a level's amplitude that the next coarser one has, in [0, 1].
+        discount: share of a level's amplitude that the next coarser one has.
         side_range: smallest and largest side of a coarse grid that takes part; null = every one.
-        interpolation: how a coarse grid is enlarged.
         square_grids: make coarse grids as wide as they are high, whatever the latent's shape, as in the original.
     """
 

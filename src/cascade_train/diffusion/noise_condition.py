@@ -112,8 +112,7 @@ class RectifiedFlowCondition(NoiseCondition):
 class FlowTimestepCondition(NoiseCondition):
     """Place on the straight line from data (0) to noise: the noise scale of `LerpScaling`, counted in steps.
 
-    Attributes:
-        num_train_timesteps: steps of the line; 1000 for the published networks, 1 = the scale itself.
+    There are `num_train_timesteps`: 1000 for the published networks, 1 = the scale itself.
     """
 
     unit = "flow_timestep"
@@ -162,10 +161,7 @@ class DDPMTimestepCondition(NoiseCondition):
 class DiscreteCondition(NoiseCondition):
     """Another condition as a whole number of steps, cut towards zero and kept as fp32.
 
-    Attributes:
-        condition: the continuous condition.
-        steps: number of steps into which its range is cut.
-        continuous_range: the values that become 0 and `steps`.
+    The ends of its `continuous_range` become 0 and `steps`.
     """
 
     condition: NoiseCondition

@@ -143,9 +143,6 @@ def sample(
         sampler: "ddpm", "ddim", "lcm", or an update rule.
         schedule: noise levels for sampling; None = the objective's.
         on_step: called after every step.
-
-    Raises:
-        ConfigError: an argument is out of range.
     """
     _check(steps, shift, guidance_rescale, rescale_over, t_start, t_end, sampler)
     update = UPDATES[sampler] if isinstance(sampler, str) else sampler

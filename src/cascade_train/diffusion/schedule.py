@@ -1,7 +1,5 @@
 """Noise schedules: from time t in [0, 1] (0 = data, 1 = noise) to logSNR = ln(a^2 / b^2).
 
-Must not live here: signal and noise scales (scaling.py), and the network's input (noise_condition.py).
-
 Shape legend: B batch, N knots.
 """
 
@@ -32,9 +30,6 @@ class Schedule(Adaptive, abc.ABC):
         force_limits: clamp logSNR to its values at t = 1 and t = 0, so that a call's own shift
             cannot leave them.
         discrete_steps: number of noise levels to round t to; None = continuous.
-
-    Raises:
-        ConfigError: an option is out of range, or the curve is not finite at its ends.
     """
 
     shift: Positive[float] = 1.0
@@ -140,11 +135,7 @@ class SqrtSchedule(_VarianceSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class _BoundedSchedule(Schedule):
-    """A curve between two bounds.
-
-    Attributes:
-        logsnr_range: lowest and highest logSNR.
-    """
+    """A curve between the two ends of `logsnr_range`."""
 
     logsnr_range: Rising[list[float]]
 
@@ -178,9 +169,7 @@ class LinearSchedule(_BoundedSchedule):
 class EDMSampleSchedule(Schedule):
     """Noise levels for sampling of Karras et al. 2022, eq. 5, with logSNR = -2 ln(sigma).
 
-    Attributes:
-        sigma_range: lowest and highest sigma.
-        p: the paper's rho; larger spends more steps at low noise.
+    The paper's rho is `p`: larger spends more steps at low noise.
     """
 
     sigma_range: Rising[list[float]]
@@ -230,7 +219,7 @@ class ScaledLinearSchedule(Schedule):
     """Betas whose square roots rise linearly (Rombach et al. 2022), and a^2 linear between those knots.
 
     Attributes:
-        linear_range: first and last beta; sqrt(beta) grows linearly.
+        linear_range: first and last beta.
         total_steps: number of intervals between knots.
     """
 
@@ -258,9 +247,6 @@ class DDPMSchedule(Schedule):
     Attributes:
         beta_schedule: linear = the betas grow linearly, scaled_linear = their square roots do (Rombach et al. 2022),
             squaredcos_cap_v2 = cosine in a^2 (Nichol & Dhariwal 2021, eq. 17), without range.
-        beta_start: first beta, in (0, 1).
-        beta_end: last beta, above the first.
-        num_train_timesteps: number of timesteps.
         rescale_betas_zero_snr: stretch the signal scale so that the last timestep is noise alone (Lin et al. 2023,
             algorithm 1).
     """
@@ -315,12 +301,9 @@ def _with_zero_terminal_snr(beta_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class InterpolatedSchedule(Schedule):
-    """Two schedules mixed by time: the first at t = 1, the second at t = 0 (Hoogeboom et al. 2023, eq. 7).
+    """Two schedules mixed by time: the first at t = 1, the second at t = 0, each with its own of `shifts`.
 
-    Attributes:
-        first: the schedule towards noise.
-        second: the schedule towards data.
-        shifts: a shift for each of the two.
+    Hoogeboom et al. 2023, eq. 7.
     """
 
     first: Schedule

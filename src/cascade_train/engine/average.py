@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.distributed.parallelize import like, local, part_of, reshard
-from cascade_train.engine.checkpoint.writing import Background, HostMemory, Job
+from cascade_train.engine.checkpoint.writing import Background, HostMemory
 
 
 class Ema:
@@ -44,7 +45,7 @@ class Ema:
         self._copies = HostMemory()
         self._stream = torch.cuda.Stream() if crosses and torch.cuda.is_available() else None
         self._copied: torch.cuda.Event | None = None
-        self._blended: Job | None = None
+        self._blended: Future[None] | None = None
 
     def start_from(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Start from given names and whole, unsharded values instead; those that are not averaged are ignored."""

@@ -70,7 +70,7 @@ class _Decay(LrSchedule):
         """Return the share, in [0, 1], that is left of 1 - `min_factor` after `step` of the `steps` of the decay."""
 
 
-class CosineSchedule(_Decay):
+class CosineDecaySchedule(_Decay):
     """Linear warmup, then half a cosine down to `min_factor` at the last step (Loshchilov and Hutter 2017, eq. 5).
 
     Args:

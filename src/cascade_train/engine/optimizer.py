@@ -87,12 +87,8 @@ class OptimizerSpec:
                 f"optimizer.algorithm={made.__name__} is constructed from parameter groups and lr, and its constructor "
                 f"does not take them: {error}. Write 'def __init__(self, params, lr, ...)'."
             ) from error
-        takes = inspect.signature(made).parameters
-        if (
-            weight_decay > 0
-            and "weight_decay" not in takes
-            and not any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        ):
+        takes = inspect.signature(made).parameters.values()
+        if weight_decay > 0 and not any(p.name == "weight_decay" or p.kind is p.VAR_KEYWORD for p in takes):
             raise ValueError(
                 f"optimizer.weight_decay={weight_decay} has no effect: {made.__name__} has no weight decay. Set "
                 "optimizer.weight_decay=0."
@@ -141,7 +137,7 @@ class OptimizerSpec:
             rate = {} if root is None else {"lr": self.base_lr(global_batch_size, lrs[root])}
             for each, decay in ((decayed, self.weight_decay), (kept, 0.0)):
                 chosen = {name: p for name, p in each.items() if root_in(name, lrs) == root}
-                groups += [{"params": self._listed(chosen), "weight_decay": decay, **rate}] if chosen else []
+                groups += [{"params": self._list(chosen), "weight_decay": decay, **rate}] if chosen else []
         name = getattr(self.made, "__name__", self.algorithm)
         try:
             optimizer = self.algorithm(groups, lr=self.base_lr(global_batch_size))
@@ -169,11 +165,7 @@ class OptimizerSpec:
         )
 
     def _rounding(
-        self,
-        optimizer: Optimizer,
-        whole: Mapping[str, nn.Parameter],
-        parameters: Mapping[str, nn.Parameter],
-        seed: int,
+        self, optimizer: Optimizer, whole: Mapping[str, nn.Parameter], parameters: Mapping[str, nn.Parameter], seed: int
     ) -> Optimizer:
         """Return the algorithm with stochastic rounding; a ConfigError where it does not treat weights one by one."""
         from cascade_train.distributed.parallelize import first_row
@@ -191,7 +183,7 @@ class OptimizerSpec:
         """Return the bytes of state for each number of a large matrix, found by a step on a small one."""
         weight = nn.Parameter(torch.zeros(256, 256, device=device))
         weight.grad = torch.zeros_like(weight)
-        optimizer = self.algorithm([{"params": self._listed({"weight": weight})}], lr=self.lr)
+        optimizer = self.algorithm([{"params": self._list({"weight": weight})}], lr=self.lr)
         optimizer.step()
         values = [value for value in optimizer.state[weight].values() if isinstance(value, Tensor)]
         return sum(value.numel() * value.element_size() for value in values) / weight.numel()
@@ -207,7 +199,7 @@ class OptimizerSpec:
         judge = getattr(self.made, "by_element", None)
         return self.made in ELEMENTWISE if judge is None else judge(name, parameter)
 
-    def _listed(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
+    def _list(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
         return list(parameters.items() if getattr(self.made, "takes_names", False) else parameters.values())
 
     def _works_on(self, mesh: DeviceMesh, rows: int) -> bool:
@@ -221,7 +213,7 @@ class OptimizerSpec:
         weight = nn.Parameter(distribute_tensor(values, mesh, placements))
         weight.grad = torch.zeros_like(weight)
         try:
-            self.algorithm([{"params": self._listed({"weight": weight})}], lr=self.lr).step()
+            self.algorithm([{"params": self._list({"weight": weight})}], lr=self.lr).step()
         except RuntimeError:
             return False
         return True

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.errors import RunError
 
 
 class Profiler:
@@ -18,13 +18,6 @@ class Profiler:
     """
 
     def __init__(self, *, directory: Path, start_step: int, steps: int | None) -> None:
-        if steps is not None and steps < 1:
-            raise ConfigError(f"profile.steps={steps} must be at least 1, or null to switch the profiler off")
-        if steps is not None and start_step < 2:
-            raise ConfigError(
-                f"profile.start_step={start_step} must be at least 2: the first step sets things up and would "
-                "hide the rest. Remedy: profile.start_step=2 or later"
-            )
         self._directory = directory / "profile"
         self._start_step = start_step
         self._end_step = start_step if steps is None else start_step + steps

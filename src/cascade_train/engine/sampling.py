@@ -77,7 +77,9 @@ class SampleGrid:
         names = [self.painter.result, f"ema_{self.painter.result}", *([] if self.has_originals else ["original"])]
         for name in names:
             for row, image in enumerate(columns.get(name, [])):
-                image.save(folder / f"{row:02d}_{name}.png", pnginfo=_caption(self.spec.captions[row]))
+                info = PngInfo()
+                info.add_text("caption", logged(shortened(self.spec.captions[row], LONGEST_REASON)))
+                image.save(folder / f"{row:02d}_{name}.png", pnginfo=info)
         self.has_originals = True
         grid = folder / "grid.png"
         compose_grid(self.spec.captions, columns).save(grid)
@@ -104,13 +106,6 @@ class SampleGrid:
         return [torch.Generator().manual_seed(sample_seed(self.spec.seed, 0, row, purpose)) for row in rows]
 
 
-def _caption(caption: str) -> PngInfo:
-    """Return the caption for a picture's file to carry."""
-    info = PngInfo()
-    info.add_text("caption", logged(shortened(caption, LONGEST_REASON)))
-    return info
-
-
 def to_images(image_BCHW: Tensor) -> list[Image.Image]:
     """Return PIL images of (B, 3, H, W) float in [0, 1]."""
     pixels = image_BCHW.mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
@@ -128,14 +123,14 @@ def compose_grid(captions: Sequence[str], columns: dict[str, list[Image.Image]])
         left = LABEL_PX + CELL_PX * column
         draw.text((left + 4, 4), title.replace("_", " "), fill="black", font=font)
         for row, image in enumerate(images):
-            grid.paste(_fitted(image), (left, title_px + CELL_PX * row))
+            grid.paste(_fit_into_cell(image), (left, title_px + CELL_PX * row))
     for row, caption in enumerate(captions):
         label = textwrap.wrap(shortened(caption, LONGEST_REASON), LABEL_CHARACTERS)[:LABEL_LINES]
         draw.multiline_text((6, title_px + CELL_PX * row + 6), "\n".join(label), fill="black", font=font)
     return grid
 
 
-def _fitted(image: Image.Image) -> Image.Image:
+def _fit_into_cell(image: Image.Image) -> Image.Image:
     """Return an image at the size of a cell, at least one pixel high and wide whatever its aspect ratio."""
     scale = (CELL_PX - 4) / max(image.size)
     return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))

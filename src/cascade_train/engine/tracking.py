@@ -10,6 +10,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cascade_train.distributed.consensus import from_rank_zero
-from cascade_train.engine.checkpoint.writing import Background, Job
+from cascade_train.engine.checkpoint.writing import Background
 from cascade_train.engine.trackers import TRACKERS, Calls, Destination
 from cascade_train.errors import ConfigError, install_hint
 from cascade_train.redaction import redact, redact_argument, redacted
@@ -44,7 +45,7 @@ class Tracker:
         self.failed = False
         self._calls = calls or Calls()
         self._sender = Background(name="tracker")
-        self._sent: deque[Job] = deque()
+        self._sent: deque[Future[None]] = deque()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Show the numbers of one optimizer step; None is left out."""

@@ -94,11 +94,11 @@ class Reconstructions:
         image_BCHW = batch.image_BCHW.to(device).float() / 255
         painted_BCHW = self.painter(image_BCHW.shape[-2:]).paint(batch.captions, image_BCHW, batch.generators)
         if self.rfid is not None:
-            self.rfid.add(painted_BCHW, image_BCHW, counted(batch, device))
+            self.rfid.add(painted_BCHW, image_BCHW, counted_samples(batch, device))
         return self.compare(painted_BCHW, image_BCHW)
 
 
-def counted(batch: Batch, device: torch.device) -> Tensor:
+def counted_samples(batch: Batch, device: torch.device) -> Tensor:
     """Return which samples count, (B,) fp32 of 0 and 1: those of weight 0 only fill a batch."""
     weight_B = torch.ones(len(batch)) if batch.weight_B is None else batch.weight_B
     return (weight_B > 0).to(device, torch.float32)
@@ -142,7 +142,7 @@ class Validation:
         sums: dict[tuple[str, str], Tensor] = {}
         for _, micro_batches in zip(range(held_out.steps), held_out.open(), strict=False):
             for batch in micro_batches:
-                counted_B = counted(batch, self.device)
+                counted_B = counted_samples(batch, self.device)
                 measures = {**measure_of(batch), "": torch.ones_like(counted_B)}
                 for part, mask_B in {"": counted_B, **held_out.masks(batch, self.device)}.items():
                     for measure in [each for each in measures if not part or each in (LOSS, "")]:

@@ -1,7 +1,4 @@
-"""The atomic write: a file is written beside its final name, synced to the disk, renamed; and plain values as YAML.
-
-What the files mean is not known here.
-"""
+"""The atomic write: a file is written beside its final name, synced to the disk, renamed; and plain values as YAML."""
 
 from __future__ import annotations
 
@@ -44,9 +41,6 @@ def replacing(path: Path, *, racing: bool = False, durable: bool = True) -> Iter
     A crash leaves the old file or the new one. If the block fails, the old file stays and the new one is removed.
     `racing`: several processes may write the file at once; each then has a hidden path of its own. `durable=False`, for
     what is checked before it is used or can be made again: nothing is synced.
-
-    Raises:
-        OSError: the disk is full or failed, or the directory is not writable.
     """
     name = f"-{uuid.uuid4().hex[:8]}{path.suffix}" if racing else f".{path.name}"
     beside = path.with_name(f"{_PARTIAL}{name}")
@@ -76,11 +70,7 @@ def write_durably(path: Path, text: str, *, racing: bool = False) -> None:
 
 
 def append_durably(path: Path, text: str) -> None:
-    """Append `text` (UTF-8) to the file at `path`, created if missing, and sync it to the disk.
-
-    Raises:
-        OSError: the disk is full or failed, or the file is not writable.
-    """
+    """Append `text` (UTF-8) to the file at `path`, created if missing, and sync it to the disk."""
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
     sync(path)

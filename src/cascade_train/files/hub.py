@@ -1,7 +1,4 @@
-"""Downloads that are checked: of the hub, by its own client into its cache, and of other addresses of the web.
-
-What a model needs of them is not known here.
-"""
+"""Checked downloads: of the hub, by its own client, and of other addresses of the web."""
 
 from __future__ import annotations
 
@@ -45,15 +42,13 @@ _REMEDIES = {
 }
 """What helps against errors of the client, by their classes."""
 
-_REMEDY = (
-    "check the name, download it where there is a network (cascade-train download), or give a local folder or file"
-)
+_REMEDY = "check the name, download it where there is a network (cascade-train download), or give a local path"
 _TOO_MANY = f"wait some minutes, or {_LOG_IN}, which raises the limit"
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """`owner/name[@revision][:inside]`: a repository, a commit, tag or branch of it, and a folder or file in that."""
+    """`owner/name[@revision][:inside]`: a repository, its commit, tag or branch, a folder or file."""
 
     repo: str
     revision: str | None
@@ -61,7 +56,7 @@ class HubSource:
 
     @property
     def commit(self) -> str | None:
-        """The commit that is named, or that the cache holds of the branch or tag; None = not known here."""
+        """The named commit, or the cached one of the branch or tag; None = unknown."""
         revision = self.revision or "main"
         if _COMMIT.fullmatch(revision):
             return revision
@@ -70,20 +65,18 @@ class HubSource:
 
     @property
     def asked(self) -> str:
-        """What the hub is asked for: the revision that is named, else the commit that the cache holds of `main`."""
+        """The revision to request: the named one, else the cached commit of `main`."""
         return self.revision or self.commit or "main"
 
     def folder(self) -> Path | None:
-        """Return where the files of that commit lie in the cache, as far as they were downloaded; None = nowhere."""
+        """Return the folder of that commit in the cache; None = there is none."""
         path = self._cache() / "snapshots" / (self.commit or "-")
         return path if path.is_dir() else None
 
     def look(self, name: str, *, cached_only: bool = False, cache_dir: str | None = None) -> DryRunFileInfo | None:
         """Return size and place of a file without fetching it; None = the repository has none of that name.
 
-        Raises:
-            LocalEntryNotFoundError: it is not in the cache, and the hub cannot be asked.
-            Exception: another error of the client.
+        A LocalEntryNotFoundError where it is not in the cache and the hub cannot be asked, or another of the client.
         """
         _prepare_client()
         cached = huggingface_hub.try_to_load_from_cache(self.repo, name, revision=self.asked, cache_dir=cache_dir)
@@ -103,11 +96,8 @@ class HubSource:
     def fetch(self, name: str, *, verify: bool = False) -> Path:
         """Return the path of a file in the cache, downloaded and checked against its hash if it is not there.
 
-        `verify`: what is there is checked too, and replaced by a new download where it is damaged.
-
-        Raises:
-            ConfigError: the hub sent other or more content than it announced; it is not kept.
-            Exception: an error of the client.
+        `verify`: a file that is there is checked too, and replaced by a new download where it is damaged. A ConfigError
+        where the hub sent other or more content than it announced, which is not kept; else an error of the client.
         """
         there = (self.folder() or self._cache()) / name
         is_here = there.is_file()
@@ -129,13 +119,12 @@ class HubSource:
         """Return whether the content came now, and the path that it has in the cache."""
         info = self.look(name, cache_dir=cache_dir)
         bar = _bounded_bar(f"{self.repo}:{name}", None if info is None else info.file_size)
-        path = huggingface_hub.hf_hub_download(
-            self.repo, name, revision=self.asked, cache_dir=cache_dir, tqdm_class=bar
-        )
+        given: dict[str, Any] = {"revision": self.asked, "cache_dir": cache_dir, "tqdm_class": bar}
+        path = huggingface_hub.hf_hub_download(self.repo, name, **given)
         return info is None or not info.is_cached, Path(path)
 
     def _replace(self, damaged: Path, name: str) -> None:
-        """Download a file beside the cache, and put it into the place of a damaged one if it is what that should be."""
+        """Replace a damaged file by a download beside the cache, if that is the same file."""
         with TemporaryDirectory(dir=self._cache().parent) as beside:
             _, path = self._download(name, beside)
             fault = find_fault(path)
@@ -150,7 +139,7 @@ class HubSource:
 
 @dataclass(frozen=True)
 class WebFile:
-    """A file of the web by its address and the SHA-256 of its content, 64 hex digits, kept where torch.hub keeps it."""
+    """A file of the web by address and SHA-256, 64 hex digits, kept in torch.hub's folder."""
 
     url: str
     sha256: str
@@ -163,7 +152,7 @@ class WebFile:
         return home.absolute() / "hub" / "checkpoints" / self.url.rpartition("/")[2]
 
     def size(self) -> int:
-        """Return its bytes, of what is here, else as its address announces, 0 = it does not; an OSError if it fails."""
+        """Return its bytes, else those that its address announces, 0 = none; an OSError if it fails."""
         if self.path.is_file():
             return self.path.stat().st_size
         with urllib.request.urlopen(self.url, timeout=_SILENT_SECONDS) as answer:
@@ -172,9 +161,7 @@ class WebFile:
     def fetch(self) -> Path:
         """Return its path, checked against its hash; downloaded if it is not there, or damaged.
 
-        Raises:
-            ConfigError: the content is another one; it is not kept.
-            OSError: it cannot be had.
+        A ConfigError where the content is another one, which is not kept; an OSError where it cannot be had.
         """
         if self.path.is_file() and find_fault(self.path, self.sha256) is None:
             return self.path
@@ -207,13 +194,13 @@ def without_commit(source: str) -> str:
 
 
 def announced_hash(path: Path) -> str | None:
-    """Return the hash that the hub gave a file of its cache: SHA-256 of large files, git's SHA-1 of small ones."""
+    """Return the hub's hash of a cached file: SHA-256 of large ones, git's SHA-1 of small ones."""
     name = path.readlink().name if path.is_symlink() else ""
     return name if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name) else None
 
 
 def find_fault(path: Path, expected: str | None = None) -> str | None:
-    """Return in what a file differs from a hash, else from that of the hub for a file of its cache; None = nothing."""
+    """Compare a file with a hash, else with the hub's; None = equal, else the difference."""
     expected = expected or announced_hash(path)
     if expected is None:
         return None
@@ -224,7 +211,7 @@ def find_fault(path: Path, expected: str | None = None) -> str | None:
 
 
 def _prepare_client() -> None:
-    """Have the client's answers checked, and take away its own handler: it shows, with all secrets, what others do."""
+    """Check the client's answers, and remove its log handler, which shows secrets."""
     logging.getLogger("huggingface_hub").handlers.clear()
     _check_answers()
 
@@ -259,7 +246,7 @@ def _check_answer(answer: Any) -> None:
 
 @cache
 def _reach(endpoint: str) -> None:
-    """Return once a hub answers; a LocalEntryNotFoundError soon if not: the client would try for half a minute."""
+    """Wait for a hub's answer; a LocalEntryNotFoundError soon: the client tries for half a minute."""
     try:
         huggingface_hub.get_session().head(endpoint, timeout=_SECONDS)
     except Exception as error:  # of the client or the network
@@ -267,7 +254,7 @@ def _reach(endpoint: str) -> None:
 
 
 def _bounded_bar(where: str, size: int | None) -> type[Any]:
-    """Return a progress bar of the client that ends a download above its size; None = what its answer announces."""
+    """Return a progress bar that ends a download above its size; None = the announced one."""
 
     class Bar(tqdm):
         def __init__(self, *given: Any, **options: Any) -> None:
@@ -316,11 +303,7 @@ def unavailable(origin: str, error: Exception) -> ConfigError:
 
 
 def push_folder(folder: Path, repo: str, *, private: bool, names: Sequence[str]) -> str:
-    """Upload what matches `names` in a folder to a repository, made if it is not there, and return its address.
-
-    Raises:
-        ConfigError: the hub refuses, or cannot be reached.
-    """
+    """Upload files of a folder that match `names` to a repository, and return its address."""
     try:
         api = huggingface_hub.HfApi()
         url = api.create_repo(repo, private=private, exist_ok=True)

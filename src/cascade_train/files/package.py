@@ -10,10 +10,9 @@ from importlib.util import find_spec, module_from_spec
 
 @contextmanager
 def without_siblings(package: str) -> Iterator[None]:
-    """Let modules of a package be imported within the block without what the package's own file imports.
+    """Let modules of a package be imported within the block without the imports of the package's own file.
 
-    Afterwards the package counts as not imported; a later import of it reuses these modules. Does nothing where it is
-    imported already.
+    A later import of the package, if it was not imported before, reuses these modules.
     """
     if package in sys.modules:
         yield

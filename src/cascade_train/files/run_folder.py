@@ -1,4 +1,4 @@
-"""What makes a folder a run's, and when a young run saves its first checkpoint. Nothing of a run is loaded here."""
+"""Which folder is a run's, and when a young run saves its first checkpoint."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def exported_step(run: Path) -> int | None:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is a run's, however young; an export has a configuration too, and none of the others."""
+    """Return whether a folder is a run's, however young, and no export."""
     begun = (folder / "config.yaml").is_file() and any((folder / name).exists() for name in BESIDE)
     return begun or (folder / "metrics.jsonl").is_file()
 
 
 def no_checkpoint_yet(run: Path) -> str | None:
-    """Return, in a sentence, that a run has no checkpoint yet and when it saves one; None where it left something."""
+    """Return when a run without a checkpoint saves one, as a sentence; None where it has one."""
     if (run / "export").is_dir() or any((run / "checkpoints").glob("step_*")):
         return None
     config = read_mapping(run / "config.yaml")

@@ -102,13 +102,12 @@ def read_regular(path: Path, *, limit: int = WHOLE_BYTES, within: Path | None = 
         return file.read(os.fstat(file.fileno()).st_size)
 
 
-def load_mapping(path: Path, origin: str = "", /, **kinds: ValueType) -> dict[str, Any]:
+def load_mapping(path: Path, origin: str = "", limit: int = WHOLE_BYTES, /, **kinds: ValueType) -> dict[str, Any]:
     """Return the mapping in a JSON file, or by its ending a YAML file, which has values of some kinds.
 
-    Raises:
-        ConfigError: it cannot be read, or holds something else; `origin` names the file.
+    A ConfigError where it cannot be read, or holds something else; `origin` names the file.
     """
-    content = read_regular(path)
+    content = read_regular(path, limit=limit)
     with parsing(origin or str(path), "is damaged", WHOLE_COPY):
         value: dict[str, Any] = (read_yaml if path.suffix == ".yaml" else read_json)(content)
         if not isinstance(value, dict) or kinds.keys() - _of_kinds(value, kinds):
@@ -117,12 +116,12 @@ def load_mapping(path: Path, origin: str = "", /, **kinds: ValueType) -> dict[st
 
 
 def stored_mapping(path: Path, *, key: str | None = None) -> dict[str, Any]:
-    """Return the mapping in a file, empty where it is not there; a ConfigError, of `key`, where it is damaged."""
-    return load_mapping(path, f"{key}={path}" if key else "") if path.is_file() else {}
+    """Return the mapping in a file, empty where it is missing; a ConfigError of `key` if damaged."""
+    return load_mapping(path, f"{key}={path}" if key else "", MAX_BYTES) if path.is_file() else {}
 
 
 def read_mapping(path: Path, **kinds: ValueType) -> dict[str, Any]:
-    """Return the mapping in a file, without values of other types than `kinds`; empty where it cannot be read."""
+    """Return the mapping in a file, without values of other types; empty if it cannot be read."""
     try:
         return _of_kinds(load_mapping(path), kinds)
     except ConfigError:
@@ -130,11 +129,7 @@ def read_mapping(path: Path, **kinds: ValueType) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, none where it is not there, never all at once; too long ones in pieces.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Yield the lines of a file, none if it is missing, too long ones in pieces; else a ConfigError."""
     if os.path.lexists(path):
         with _opening(path), open_regular(path, limit=LINES_BYTES) as file:
             yield from iter(partial(file.readline, LINE_BYTES), b"")
@@ -149,10 +144,7 @@ def bounded_lines(file: BinaryIO, origin: str) -> Iterator[bytes]:
 
 
 def read_rows(path: Path, **kinds: ValueType) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file with one in each line, without values of other types than `kinds`.
-
-    What cannot be read is left out.
-    """
+    """Yield the JSON objects of the lines that can be read, without values of other types than `kinds`."""
     with suppress(ConfigError):
         for line in read_lines(path):
             with suppress(ValueError):
@@ -166,11 +158,7 @@ def _of_kinds(row: dict[str, Any], kinds: dict[str, ValueType]) -> dict[str, Any
 
 
 def read_json(text: str | bytes) -> Any:
-    """Parse a JSON text.
-
-    Raises:
-        ValueError: it is no JSON, is nested too deeply, or does not fit into memory.
-    """
+    """Parse a JSON text; a ValueError where it is damaged, too deep, or too large for memory."""
     try:
         value = json.loads(text)
     except (RecursionError, MemoryError) as error:
@@ -184,11 +172,7 @@ def read_json(text: str | bytes) -> Any:
 
 
 def read_yaml(text: str | bytes) -> Any:
-    """Parse a YAML text.
-
-    Raises:
-        ValueError: it is no YAML, has aliases or too long a number, is nested too deeply, or does not fit into memory.
-    """
+    """Parse a YAML text; a ValueError as of `read_json`, and where it has aliases or too long a number."""
     return _parsed(text, lambda kind: kind(text).get_single_data())
 
 

@@ -69,11 +69,11 @@ class ControlFilter(abc.ABC):
         """
 
     def preview(self, control_BCHW: Tensor, image_BCHW: Tensor | None = None) -> Tensor:
-        """Return a picture (B, 3, h, w) in [0, 1] of maps (B, C, h, w), and of their pictures (B, 3, H, W) if known."""
-        return coloured(control_BCHW)
+        """Return images (B, 3, h, w) in [0, 1] of maps (B, C, h, w), over pictures (B, 3, H, W) if known."""
+        return to_colours(control_BCHW)
 
     def node(self) -> dict[str, Any]:
-        """Return the filter as a configuration node, `_target_` and arguments, for the metadata of weights."""
+        """Return the filter as a configuration node, for the metadata of weights."""
         arguments = {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
         return {"_target_": f"{type(self).__module__}.{type(self).__qualname__}", **arguments}
 
@@ -96,7 +96,7 @@ class ImageFilter(ControlFilter):
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Return the map as `apply` made it, or at the size of the pictures, in fp32."""
-        return restored if self.at_picture_size else arrived
+        return map_at_picture_size if self.at_picture_size else float_map
 
     def _make(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
         made = np.asarray(self.apply(image, generator))
@@ -109,7 +109,7 @@ class ImageFilter(ControlFilter):
 
 
 def map_maker(control_filter: ControlFilter, *, device: torch.device, encode: Encode) -> ControlMap:
-    """Return the filter's half on the device; a ConfigError as of `build`, and for maps that are not (B, C, h, w)."""
+    """Return the half on the device; a ConfigError as of `build`, and for maps not (B, C, h, w)."""
     make = control_filter.build(device=device, encode=encode)
 
     def made(image_BCHW: Tensor, arrays: Mapping[str, Tensor]) -> Tensor:
@@ -131,27 +131,27 @@ def make_nothing(image: np.ndarray, generator: torch.Generator) -> Mapping[str, 
 
 
 @torch.no_grad()
-def arrived(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
+def float_map(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
     """Return the workers' `control_map`, (B, C, h, w) fp32; of uint8, 255 becomes 1."""
     map_BCHW = made["control_map"]
     return map_BCHW / 255 if map_BCHW.dtype == torch.uint8 else map_BCHW.float()
 
 
-def restored(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
+def map_at_picture_size(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
     """Return the workers' `control_map` at the size of the pictures, (B, C, H, W) fp32."""
-    return resized(arrived(image_BCHW, made), image_BCHW.shape[-2:])
+    return resize_map(float_map(image_BCHW, made), image_BCHW.shape[-2:])
 
 
 def transform_images(
     transform: SampleTransform, image_BCHW: Tensor, generators: Sequence[torch.Generator]
 ) -> dict[str, Tensor]:
-    """Apply a `sample_transform` here to pictures (B, 3, H, W) uint8; returns tensors (B, …) on the host by name."""
+    """Apply a `sample_transform` to pictures (B, 3, H, W) uint8; returns tensors (B, …) by name."""
     pairs = zip(image_BCHW.numpy(), generators, strict=True)
     made = [transform(image, generator) for image, generator in pairs]
     return {name: torch.from_numpy(np.stack([each[name] for each in made])) for name in made[0]}
 
 
-def resized(map_BCHW: Tensor, size: Sequence[int]) -> Tensor:
+def resize_map(map_BCHW: Tensor, size: Sequence[int]) -> Tensor:
     """Resize maps (B, C, h, w) to `size` (height, width), bilinear, without antialiasing."""
     if map_BCHW.shape[-2:] == torch.Size(size):
         return map_BCHW
@@ -172,9 +172,7 @@ def check_threshold(pair: Sequence[float]) -> None:
 def check_kernels(key: str, kernels: Sequence[int]) -> None:
     """Raise ValueError where there is no width, or one is neither 0 nor odd from 3 on."""
     if not kernels or any(kernel != 0 and (kernel < 3 or kernel % 2 == 0) for kernel in kernels):
-        raise ValueError(
-            f"{key}={kernels}: each sample draws one of these widths, give odd numbers of pixels from 3 on, or 0"
-        )
+        raise ValueError(f"{key}={kernels}: each sample draws one of these widths; give odd numbers from 3 on, or 0")
 
 
 def pick(options: Sequence[int], generator: torch.Generator) -> int:
@@ -187,7 +185,7 @@ def between(low: float, high: float, generator: torch.Generator) -> float:
     return low + (high - low) * float(torch.rand(1, generator=generator))
 
 
-def coloured(control_BCHW: Tensor) -> Tensor:
+def to_colours(control_BCHW: Tensor) -> Tensor:
     """Return colours (B, 3, h, w) in [0, 1] of maps of any number of channels.
 
     One channel becomes grey, the first three of three or four red, green and blue; of more, each channel gets a hue of
@@ -211,8 +209,8 @@ def disc(diameter: int) -> np.ndarray:
     return (square[None, :] + square[:, None] < DISC).astype(np.uint8)
 
 
-def dilated(map_B1HW: Tensor, diameter: int) -> Tensor:
-    """Return the largest value within a disc of each place of maps (B, 1, H, W); a diameter of 0 leaves them."""
+def dilate(map_B1HW: Tensor, diameter: int) -> Tensor:
+    """Dilate maps (B, 1, H, W) by a disc; a diameter of 0 leaves them."""
     if diameter == 0:
         return map_B1HW
     reach, rows = diameter // 2, []

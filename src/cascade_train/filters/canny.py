@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cascade_train.filters.base import ImageFilter, check_copy, resized
+from cascade_train.filters.base import ImageFilter, check_copy, resize_map
 from cascade_train.filters.parts.requirements import opencv, require
 
 
@@ -40,6 +40,6 @@ class CannyFilter(ImageFilter):
         """Return the edges (1, h, w) uint8, 0 or 255, of a picture (3, H, W) float in [0, 255]."""
         cv2 = opencv()
         if self.resize is not None:
-            image_CHW = resized(image_CHW[None], (self.resize, self.resize))[0]
+            image_CHW = resize_map(image_CHW[None], (self.resize, self.resize))[0]
         pixels = np.ascontiguousarray(image_CHW.byte().numpy().transpose(1, 2, 0))
         return cv2.Canny(pixels, self.low, self.high)[None]

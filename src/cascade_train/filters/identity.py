@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between
-from cascade_train.filters.parts.requirements import WeightsFile, find_file, open_session, opencv, require
+from cascade_train.filters.parts.requirements import WeightsFile, open_session, opencv, require
 from cascade_train.options import File, check_least, check_share
 
 if TYPE_CHECKING:
@@ -31,12 +31,8 @@ DETECTOR = WeightsFile(
     licence="non-commercial research alone, by InsightFace",
     found="the pack buffalo_l of github.com/deepinsight/insightface",
 )
-RECOGNISER = replace(
-    DETECTOR,
-    key="task.filter.recogniser",
-    what="the face recogniser of the identity filter",
-    usual_name="w600k_r50.onnx",
-)
+_WHAT = "the face recogniser of the identity filter"
+RECOGNISER = replace(DETECTOR, key="task.filter.recogniser", what=_WHAT, usual_name="w600k_r50.onnx")
 
 DETECTOR_SIDE = 320
 """Side in pixels of the detector's input: the picture in its upper left corner, zeros beside it."""
@@ -90,7 +86,7 @@ class IdentityFilter(ControlFilter):
         """Return detector and recogniser, which are opened once in each process."""
         sessions = []
         for source, known, wanted in ((self.detector, DETECTOR, OUTPUTS), (self.recogniser, RECOGNISER, 1)):
-            sessions.append(open_session(find_file(source, known), known))
+            sessions.append(open_session(source, known))
             found = len(sessions[-1].get_outputs())
             if found != wanted:
                 raise ConfigError(f"{known.key}={source}: is a network of {found} outputs, not of {wanted}. {known}")
@@ -106,7 +102,7 @@ class IdentityFilter(ControlFilter):
         return {"control_faces": faces, "control_cells": self._cells(found, pixels.shape[:2], generator)}
 
     def _cells(self, found: Faces, size: tuple[int, int], generator: torch.Generator) -> np.ndarray:
-        """Return left, top, right and bottom of each face in places of the map, (max_faces, 4) int32; 0 = no face."""
+        """Return left, top, right, bottom of each face in the map, (max_faces, 4) int32; 0 = none."""
         cells = np.zeros((self.max_faces, 4), dtype=np.int32)
         for place, box in enumerate(found.boxes):
             dropped, full = between(0, 1, generator) < self.p_drop, between(0, 1, generator) < self.p_full
@@ -114,13 +110,13 @@ class IdentityFilter(ControlFilter):
                 continue
             left, top, right, bottom = np.rint(np.maximum(np.trunc(box) / STRIDE, 0)).astype(int)
             cells[place] = left, top, max(right, left + 1), max(bottom, top + 1)
-            if full and len(found) == 1:
+            if full and len(found.boxes) == 1:
                 cells[place] = 0, 0, *grid(size)[::-1]
         return cells
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Return what paints faces, (B, 512, H / 32, W / 32); a later face covers those before it."""
-        return painted
+        return paint_faces
 
     def preview(self, control_BCHW: Tensor, image_BCHW: Tensor | None = None) -> Tensor:
         """Return colours of the vectors, over the pictures where they are known."""
@@ -139,7 +135,7 @@ def grid(size: tuple[int, int]) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def painted(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
+def paint_faces(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
     """Return maps (B, 512, h, w) of faces (B, F, 512) in their cells (B, F, 4)."""
     height, width = image_BCHW.shape[-2:]
     height, width = grid((height, width))
@@ -153,19 +149,11 @@ def painted(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
     return map_BCHW
 
 
-@dataclass(frozen=True)
-class Faces:
+class Faces(NamedTuple):
     """Boxes (N, 4) float32, left, top, right, bottom, and landmarks (N, 5, 2) float32, x, y, of faces, in pixels."""
 
     boxes: np.ndarray
     landmarks: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.boxes)
-
-    def take(self, rows: np.ndarray) -> Faces:
-        """Return some of them, in this order."""
-        return Faces(self.boxes[rows], self.landmarks[rows])
 
 
 def detect(detector: InferenceSession, image: np.ndarray, *, max_faces: int) -> Faces:
@@ -173,20 +161,20 @@ def detect(detector: InferenceSession, image: np.ndarray, *, max_faces: int) -> 
 
     SCRFD (Guo et al. 2021): distances to the sides of a box and offsets of landmarks, in strides, from each place.
     """
-    seen, scale = letterboxed(image)
+    seen, scale = letterbox(image)
     network_input = ((seen.astype(np.float32) - 127.5) / 128).transpose(2, 0, 1)[None]
     outputs = detector.run(None, {detector.get_inputs()[0].name: network_input})
     scores, boxes, landmarks = (np.concatenate(part) for part in zip(*_candidates(outputs), strict=True))
     order = np.argsort(-scores, kind="stable")
     order = order[scores[order] >= SCORE_THRESHOLD]
-    found = Faces(boxes[order] / scale, landmarks[order] / scale)
-    found = found.take(distinct(found.boxes))
-    if len(found) <= max_faces:
-        return found
-    return found.take(np.argsort(-prominence(found.boxes, image.shape[:2]), kind="stable")[:max_faces])
+    boxes, landmarks = boxes[order] / scale, landmarks[order] / scale
+    kept = suppress_overlaps(boxes)
+    if len(kept) > max_faces:
+        kept = kept[np.argsort(-prominence(boxes[kept], image.shape[:2]), kind="stable")[:max_faces]]
+    return Faces(boxes[kept], landmarks[kept])
 
 
-def letterboxed(image: np.ndarray) -> tuple[np.ndarray, float]:
+def letterbox(image: np.ndarray) -> tuple[np.ndarray, float]:
     """Return a picture (H, W, 3) in the corner of the detector's square, and by how much it was scaled."""
     cv2 = opencv()
     height, width = image.shape[:2]
@@ -201,9 +189,8 @@ def _candidates(outputs: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray,
     """Return scores (N,), boxes (N, 4) and landmarks (N, 5, 2) of each grid, in the detector's pixels."""
     found = []
     for place, stride in enumerate(STRIDES):
-        score, distance, offset = (
-            outputs[place + kind * len(STRIDES)].reshape(-1, n) for kind, n in enumerate((1, 4, 10))
-        )
+        of_grid = outputs[place :: len(STRIDES)]
+        score, distance, offset = (each.reshape(-1, n) for each, n in zip(of_grid, (1, 4, 10), strict=True))
         side = DETECTOR_SIDE // stride
         down, across = np.mgrid[:side, :side] * float(stride)
         middle = np.stack([across, down], axis=-1).reshape(-1, 1, 2).repeat(ANCHORS, axis=0).astype(np.float32)
@@ -212,8 +199,8 @@ def _candidates(outputs: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray,
     return found
 
 
-def distinct(boxes: np.ndarray) -> np.ndarray:
-    """Return the rows of boxes (N, 4), the best first, that overlap with no better one by more than the threshold."""
+def suppress_overlaps(boxes: np.ndarray) -> np.ndarray:
+    """Return the rows of boxes (N, 4), the best first, without those that overlap a better one."""
     areas = np.prod(boxes[:, 2:] - boxes[:, :2] + 1, axis=1)
     left = np.arange(len(boxes))
     kept = []
@@ -227,7 +214,7 @@ def distinct(boxes: np.ndarray) -> np.ndarray:
 
 
 def prominence(boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Return area less twice the squared distance from the picture's middle, (N,), by which InsightFace chooses."""
+    """Return area - 2 distance² from the picture's middle, (N,), by which InsightFace chooses."""
     area = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
     middle = (boxes[:, :2] + boxes[:, 2:]) / 2 - np.array([size[1] // 2, size[0] // 2])
     return area - 2 * (middle**2).sum(axis=1)

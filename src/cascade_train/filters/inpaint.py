@@ -1,4 +1,4 @@
-"""Pictures with a hole in them, that a ControlNet fills: inpainting, and outpainting where the rest is the hole."""
+"""Inpainting and outpainting: pictures with a hole that a ControlNet fills."""
 
 from __future__ import annotations
 
@@ -88,20 +88,20 @@ class InpaintFilter(ControlFilter):
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Load the network where there is one."""
         if self.weights is None:
-            return masked
+            return mask_images
         network = SaliencyNetwork().eval().requires_grad_(False)
         load_weights(network, self.weights, SALIENCY, device=device)
 
         @torch.no_grad()
         def salient(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
             mask_B1HW = salient_mask(network, image_BCHW, made["control_threshold"], made["control_outpaint"])
-            return masked(image_BCHW, {"control_mask": mask_B1HW})
+            return mask_images(image_BCHW, {"control_mask": mask_B1HW})
 
         return salient
 
 
 @torch.no_grad()
-def masked(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
+def mask_images(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
     """Return pictures (B, 3, H, W) with 1 in the hole `control_mask`, (B, 1, H, W), and the hole: (B, 4, H, W)."""
     mask_B1HW = made["control_mask"].bool()
     return torch.cat([image_BCHW.masked_fill(mask_B1HW, 1.0), mask_B1HW.to(image_BCHW.dtype)], dim=1)
@@ -115,10 +115,10 @@ def salient_mask(network: SaliencyNetwork, image_BCHW: Tensor, threshold_B111: T
     small_BCHW = F.interpolate(image_BCHW, size=size, mode="bilinear", antialias=True)
     mask_B1HW = (network(small_BCHW) > threshold_B111) ^ outpaint_B111
     mask_B1HW = F.interpolate(mask_B1HW.float(), size=(height, width), mode="nearest")
-    return blurred(mask_B1HW, BLUR_KERNEL) > 0.5
+    return gaussian_blur(mask_B1HW, BLUR_KERNEL) > 0.5
 
 
-def blurred(map_B1HW: Tensor, kernel: int) -> Tensor:
+def gaussian_blur(map_B1HW: Tensor, kernel: int) -> Tensor:
     """Blur maps (B, 1, H, W) by a Gaussian of this odd width in pixels, borders mirrored, cut where a side is short.
 
     Its sigma is 0.15 kernel + 0.35, as in torchvision and OpenCV.
@@ -158,7 +158,7 @@ def _strokes(height: int, width: int, generator: torch.Generator) -> np.ndarray:
 
 
 def _bent_line(height: int, width: int, size: float, generator: torch.Generator) -> np.ndarray:
-    """Draw the points (N, 2) int32, x and y, of a line that turns a little less than half around at each bend."""
+    """Draw the points (N, 2) int32, x and y, of a zigzag line."""
     place = np.array([between(0, width, generator), between(0, height, generator)])
     angle = between(0, 2 * math.pi, generator)
     points = [place]
@@ -173,7 +173,7 @@ def _bent_line(height: int, width: int, size: float, generator: torch.Generator)
 
 
 def normalised(pad: int, channels: int, out: int, kernel: int, stride: int = 1) -> list[nn.Module]:
-    """Return a mirrored border, a convolution and an instance norm: the first three places of each group."""
+    """Return a mirrored border, a convolution and an instance norm."""
     return [nn.ReflectionPad2d(pad), nn.Conv2d(channels, out, kernel, stride), nn.InstanceNorm2d(out, affine=True)]
 
 

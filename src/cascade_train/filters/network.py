@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
-from cascade_train.filters.base import ControlFilter, ControlMap, Encode, check_copy, resized, restored
+from cascade_train.filters.base import ControlFilter, ControlMap, Encode, check_copy, map_at_picture_size, resize_map
 from cascade_train.filters.parts.requirements import WeightsFile, find_file, load_weights, open_session, require
 from cascade_train.options import File, check_least
 
@@ -53,19 +53,17 @@ class NetworkMap(ControlFilter):
         check_least("task.filter.channels", self.channels, 1, "the number of channels that the network makes")
         check_copy(self.resize)
         if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
-            raise ValueError(
-                f"mean={self.mean}, std={self.std}: give three numbers each, for red, green and blue, std above 0"
-            )
+            raise ValueError(f"mean={self.mean}, std={self.std}: give three numbers each, for RGB, std above 0")
 
     def network_input(self, image_BCHW: Tensor) -> Tensor:
-        """Return pictures (B, 3, H, W) float in [0, 1] for the network: square, if `resize`, and normalised."""
+        """Resize and normalise pictures (B, 3, H, W) float in [0, 1] for the network."""
         if self.resize is not None:
             image_BCHW = F.interpolate(image_BCHW, size=(self.resize, self.resize), mode="bilinear", antialias=True)
         mean, std = (image_BCHW.new_tensor(value).view(1, 3, 1, 1) for value in (self.mean, self.std))
         return (image_BCHW - mean) / std
 
     def network_map(self, output: Tensor) -> Tensor:
-        """Return maps (B, channels, h, w) fp32 of a network's output, (B, C, h, w) or (B, h, w); else a ConfigError."""
+        """Return maps (B, channels, h, w) fp32 of an output, (B, C, h, w) or (B, h, w); else a ConfigError."""
         map_BCHW = output.float()[:, None] if output.dim() == 3 else output.float()
         if map_BCHW.dim() != 4 or map_BCHW.shape[1] < self.channels:
             raise ConfigError(
@@ -82,7 +80,7 @@ class NetworkMap(ControlFilter):
 
 @dataclass(kw_only=True, eq=False)
 class NetworkFilter(NetworkMap):
-    """The map of any network of torch, such as a class of yours, or `load_exported` of this file with a `path`."""
+    """The map of any network of torch: a class of yours, or `load_exported` with a `path`."""
 
     network: Callable[[], nn.Module]
     weights: File[str | None]
@@ -104,7 +102,7 @@ class NetworkFilter(NetworkMap):
         @torch.no_grad()
         def by_network(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
             found = self._chosen(network(self.network_input(image_BCHW)))
-            return resized(self.network_map(found), image_BCHW.shape[-2:])
+            return resize_map(self.network_map(found), image_BCHW.shape[-2:])
 
         return by_network
 
@@ -137,10 +135,8 @@ def load_exported(*, path: str) -> nn.Module:
         with warnings.catch_warnings(action="ignore"):  # torch 2.11 reads weights from memory that it must not write
             return torch.export.load(file).module()
     except Exception as error:  # zip, json and pickle each have their own
-        raise ConfigError(
-            f"{known.key}={path}: torch.export cannot read this file ({type(error).__name__}); write it by"
-            " torch.export.save"
-        ) from error
+        fault = f"torch.export cannot read this file ({type(error).__name__}); write it by torch.export.save"
+        raise ConfigError(f"{known.key}={path}: {fault}") from error
 
 
 @dataclass(kw_only=True, eq=False)
@@ -158,33 +154,26 @@ class OnnxFilter(NetworkMap):
 
     def sample_transform(self) -> SampleTransform:
         """Return the workers' half, once the network was read and found to fit."""
-        session = self._session()
+        session = open_session(self.weights, ONNX_NETWORK)
         inputs, outputs = session.get_inputs(), [each.name for each in session.get_outputs()]
         if len(inputs) != 1 or inputs[0].type != "tensor(float)":
             takes = ", ".join(f"{each.name} {each.type}" for each in inputs)
-            raise ConfigError(
-                f"task.filter.weights={self.weights}: takes {takes}; it must take one fp32 input, a picture"
-                " (1, 3, height, width)"
-            )
+            rule = "it must take one fp32 input, a picture (1, 3, height, width)"
+            raise ConfigError(f"task.filter.weights={self.weights}: takes {takes}; {rule}")
         fixed = [side for side in inputs[0].shape[2:] if isinstance(side, int)]
         if any(side != self.resize for side in fixed):
-            raise ConfigError(
-                f"task.filter.resize={self.resize}: this network takes pictures of {fixed} px alone; set resize to that"
-            )
+            raise ConfigError(f"task.filter.resize={self.resize}: this network takes {fixed} px alone; set it to that")
         if self.output is not None and self.output not in outputs:
             raise ConfigError(f"task.filter.output={self.output}: the network's outputs are {', '.join(outputs)}")
         return self._make
 
     def _make(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
-        session = self._session()
+        session = open_session(self.weights, ONNX_NETWORK)
         seen = self.network_input(torch.from_numpy(image)[None].float() / 255)
         wanted = [self.output or session.get_outputs()[0].name]
         [found] = session.run(wanted, {session.get_inputs()[0].name: seen.numpy()})
         return {"control_map": self.network_map(torch.from_numpy(found))[0].numpy()}
 
-    def _session(self) -> Any:
-        return open_session(find_file(self.weights, ONNX_NETWORK), ONNX_NETWORK)
-
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Return the map at the size of the pictures."""
-        return restored
+        return map_at_picture_size

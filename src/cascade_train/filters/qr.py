@@ -1,4 +1,4 @@
-"""Where a picture is bright and where it is dark: for QR codes and other patterns that a picture should hide."""
+"""Bright and dark areas: for QR codes and other patterns that a picture should hide."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cascade_train.filters.base import ImageFilter, between, check_copy, check_kernels, disc, pick, resized
+from cascade_train.filters.base import ImageFilter, between, check_copy, check_kernels, disc, pick, resize_map
 from cascade_train.filters.parts.requirements import opencv, require
 
 LEVEL_SHARE = 0.33
@@ -50,12 +50,12 @@ class BrightnessFilter(ImageFilter):
     def value(self, image_CHW: Tensor) -> np.ndarray:
         """Return the value of HSV, (h, w) float32, of the copy of a picture (3, H, W) float in [0, 1]."""
         if self.resize is not None:
-            image_CHW = resized(image_CHW[None], (self.resize, self.resize))[0]
+            image_CHW = resize_map(image_CHW[None], (self.resize, self.resize))[0]
         return image_CHW.amax(dim=0).numpy()
 
 
 def blobs(value: np.ndarray, kernel: int, blur: int, sigma: float) -> np.ndarray:
-    """Melt detail of a map (h, w) float32: a Gaussian blur, then a closing with a disc; a width of 0 leaves one out."""
+    """Blur a map (h, w) float32, then close it with a disc; a width of 0 skips either."""
     cv2 = opencv()
     if blur > 0:
         value = cv2.GaussianBlur(value, (blur, blur), sigma, borderType=cv2.BORDER_REFLECT_101)
@@ -65,7 +65,7 @@ def blobs(value: np.ndarray, kernel: int, blur: int, sigma: float) -> np.ndarray
 
 
 def levels(value: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Return 0, 0.5 or 1, float32, at each pixel of `value`, by the darkest and brightest pixel of `reference`."""
+    """Return 0, 0.5 or 1, float32, at each pixel of `value`, by the range of `reference`."""
     low, high = reference.min(), reference.max()
     margin = (high - low) * np.float32(LEVEL_SHARE)
     bright, dark = value > high - margin, value < low + margin

@@ -24,8 +24,8 @@ from cascade_train.filters.base import (
     check_copy,
     check_kernels,
     check_threshold,
-    dilated,
-    resized,
+    dilate,
+    resize_map,
 )
 from cascade_train.filters.parts.requirements import WeightsFile, find_file, load_weights
 from cascade_train.options import File
@@ -102,12 +102,12 @@ class SketchFilter(ControlFilter):
                     f"task.filter.resize=null: pictures of {tuple(size)} px are too small to find edges in, they need"
                     f" sides of {SMALLEST_SIDE} px; give task.filter.resize"
                 )
-            edges_B1HW = network(resized(image_BCHW, size if self.resize is None else (self.resize, self.resize)))
-            thick = torch.stack([dilated(edges_B1HW, kernel) for kernel in self.dilation_kernels])
+            edges_B1HW = network(resize_map(image_BCHW, size if self.resize is None else (self.resize, self.resize)))
+            thick = torch.stack([dilate(edges_B1HW, kernel) for kernel in self.dilation_kernels])
             chosen_B1HW = thick[made["control_kernel"], torch.arange(len(image_BCHW), device=image_BCHW.device)]
             if self.binarize:
                 chosen_B1HW = (chosen_B1HW > made["control_threshold"]).float()
-            return resized(chosen_B1HW, size)
+            return resize_map(chosen_B1HW, size)
 
         return sketched
 
@@ -120,7 +120,7 @@ def central(weight: Tensor) -> Tensor:
 
 
 def angular(weight: Tensor) -> Tensor:
-    """Return the kernel (O, I, 3, 3) that weighs each pixel's difference from the next one around (eq. 4)."""
+    """Return the kernel (O, I, 3, 3) of each pixel's difference from the next one around (eq. 4)."""
     return weight - weight.flatten(2)[..., NEXT_AROUND].view_as(weight)
 
 
@@ -137,7 +137,7 @@ KERNELS: tuple[Callable[[Tensor], Tensor], ...] = (central, angular, radial, tor
 
 
 class DifferenceConv(nn.Module):
-    """A convolution of differences of pixels, without bias, that keeps the size; its kernel is made from the weight."""
+    """A convolution of pixel differences, without bias; its kernel is made from the weight."""
 
     def __init__(self, channels: int, out: int, kernel: Callable[[Tensor], Tensor], groups: int = 1) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pictures with detail taken away, for a ControlNet that gives it back: as pixels, and as Stage C's latents."""
+"""Pictures without detail, for super resolution: as pixels, and as Stage C's latents."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SuperResolutionFilter(ControlFilter):
 
     @torch.no_grad()
     def _coarse(self, image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
-        return coarse(image_BCHW, self.scale_factor)
+        return coarsen(image_BCHW, self.scale_factor)
 
 
 class LatentSuperResolutionFilter(SuperResolutionFilter):
@@ -49,11 +49,11 @@ class LatentSuperResolutionFilter(SuperResolutionFilter):
     channels = LATENT_CHANNELS
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
-        """Return the map of pictures alone, by `encode`; each latent is repeated to its share of the picture."""
+        """Return the map by `encode`; each latent is repeated to its share of the picture."""
 
         @torch.no_grad()
         def latents(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
-            latent_BCHW = self._encoded(encode, shrunk(image_BCHW, self.scale_factor))
+            latent_BCHW = self._encoded(encode, shrink(image_BCHW, self.scale_factor))
             size = [round(side / self.scale_factor) for side in latent_BCHW.shape[-2:]]
             return F.interpolate(latent_BCHW, size=size, mode="nearest")
 
@@ -78,15 +78,15 @@ class LatentSuperResolutionFilter(SuperResolutionFilter):
         """Return the coarse pictures where they are known, else the colours of their latents."""
         if image_BCHW is None:
             return super().preview(control_BCHW)
-        return coarse(image_BCHW, self.scale_factor)
+        return coarsen(image_BCHW, self.scale_factor)
 
 
-def shrunk(image_BCHW: Tensor, scale_factor: float) -> Tensor:
+def shrink(image_BCHW: Tensor, scale_factor: float) -> Tensor:
     """Return nearest pixels (B, C, h, w) of a smaller copy; at least one."""
     size = [max(1, int(side * scale_factor)) for side in image_BCHW.shape[-2:]]
     return F.interpolate(image_BCHW, size=size, mode="nearest")
 
 
-def coarse(image_BCHW: Tensor, scale_factor: float) -> Tensor:
+def coarsen(image_BCHW: Tensor, scale_factor: float) -> Tensor:
     """Return pictures (B, C, H, W) of their own size with the detail of a smaller copy."""
-    return F.interpolate(shrunk(image_BCHW, scale_factor), size=image_BCHW.shape[-2:], mode="nearest")
+    return F.interpolate(shrink(image_BCHW, scale_factor), size=image_BCHW.shape[-2:], mode="nearest")

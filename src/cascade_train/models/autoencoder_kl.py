@@ -1,6 +1,6 @@
-"""The KL autoencoder of latent diffusion: images to latents, as a normal distribution, and back.
+"""The KL autoencoder of latent diffusion: frozen, as a stage that trains, and its files.
 
-Must not live here: the draw from the distribution (a stage's).
+Must not live here: its losses (tasks/autoencoder_kl.py), and the network as it trains (networks/kl_network.py).
 
 Shape legend: B batch, C channels, H W image or latent size.
 """
@@ -8,26 +8,68 @@ Shape legend: B batch, C channels, H W image or latent size.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from cascade_train.files.untrusted import stored_mapping
-from cascade_train.models.formats.autoencoder_kl import read_vae
-from cascade_train.models.formats.weights import put_tensors
+from cascade_train.models.formats.export import quiet, read_back_error, reconstruction, replaced_directory
+from cascade_train.models.formats.weights import put_tensors, read_belonging
 from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.frozen_part import LatentCodec
-from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
-from cascade_train.options import File, check_blocks
+from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise, torch_rule
+from cascade_train.models.stage import AutoencoderStage, Images, Save
+from cascade_train.options import File, check_above, check_blocks
 
 log = logging.getLogger(__name__)
 
+VAE = ("first_stage_model.", "vae.")
+"""Beginnings of the names of an autoencoder's tensors in a file of a whole model."""
+
+_RENAMED = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}
+"""An autoencoder's attention in older folders of diffusers."""
+
 
 @dataclass(kw_only=True, eq=False)
-class KLAutoencoder(LatentCodec):
-    """Diffusers' `AutoencoderKL`, frozen (Rombach et al. 2022, section 3.1). Options are named as diffusers names them.
+class KLOptions:
+    """Options of a KL autoencoder, named as diffusers names them.
+
+    Args:
+        scaling_factor: what latents are multiplied by.
+        latent_channels: channels of the latent.
+        block_out_channels: width of each level; the stride is 2 to the power of one less than their number.
+        layers_per_block: residual blocks of each level.
+        norm_num_groups: groups of every norm.
+    """
+
+    scaling_factor: float
+    latent_channels: int
+    block_out_channels: list[int]
+    layers_per_block: int
+    norm_num_groups: int
+
+    def kl_arguments(self, *, key: str) -> dict[str, Any]:
+        """Return the arguments of diffusers' `AutoencoderKL`; ValueErrors name `key`."""
+        widths, groups = self.block_out_channels, self.norm_num_groups
+        check_blocks(f"{key}.layers_per_block", self.layers_per_block)
+        check_above(f"{key}.scaling_factor", self.scaling_factor, 0.0)
+        if any(width % groups for width in widths):
+            raise ValueError(f"{key}.norm_num_groups={groups}: must divide the widths {widths}")
+        return {
+            **{field.name: getattr(self, field.name) for field in fields(KLOptions)},
+            "down_block_types": ["DownEncoderBlock2D"] * len(widths),
+            "up_block_types": ["UpDecoderBlock2D"] * len(widths),
+        }
+
+
+@dataclass(kw_only=True, eq=False)
+class KLAutoencoder(KLOptions, LatentCodec):
+    """Diffusers' `AutoencoderKL`, frozen (Rombach et al. 2022, section 3.1).
 
     Args:
         weights: folder of diffusers or hub id, a pipeline's or its own; a run; or a single file, of diffusers' names or
@@ -35,13 +77,8 @@ class KLAutoencoder(LatentCodec):
         precision: "auto" = that of frozen modules, "fp32" = always fp32. That of XL needs fp32 or bf16: in fp16 it
             overflows.
         sample_posterior: whether training draws latents from the distribution; false = takes its mean.
-        scaling_factor: what latents are multiplied by.
-        shift_factor: what is subtracted from them before; null = nothing.
+        shift_factor: what is subtracted from latents before they are scaled; null = nothing.
         use_quant_conv: whether a convolution follows the encoder and another one precedes the decoder.
-        latent_channels: channels of the latent.
-        block_out_channels: width of each level; the stride is 2 to the power of one less than their number.
-        layers_per_block: residual blocks of each level.
-        norm_num_groups: groups of every norm.
 
     Raises:
         ValueError: a scaling factor that is not above 0, or widths that do not divide into groups.
@@ -53,17 +90,12 @@ class KLAutoencoder(LatentCodec):
     weights: File[str | None]
     precision: Literal["auto", "fp32"]
     sample_posterior: bool
-    scaling_factor: float
-    latent_channels: int
-    block_out_channels: list[int]
-    layers_per_block: int
-    norm_num_groups: int
     shift_factor: float | None = None
     use_quant_conv: bool = True
 
     def __post_init__(self) -> None:
         convolutions = dict.fromkeys(("use_quant_conv", "use_post_quant_conv"), self.use_quant_conv)
-        self.arguments = {**kl_arguments(self, key=self.key), "shift_factor": self.shift_factor, **convolutions}
+        self.arguments = {**self.kl_arguments(key=self.key), "shift_factor": self.shift_factor, **convolutions}
         self.stride = 2 ** (len(self.block_out_channels) - 1)
 
     def build(self, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -77,16 +109,13 @@ class KLAutoencoder(LatentCodec):
         if self.weights is None:
             initialise(module, convolution_rule(gain), device=device, dtype=dtype, seed=FROZEN_SEED)
         else:
-            key = "model.vae.weights"
-            values = read_vae(self.weights, self.arguments, key=key)
-            self._compare_scale(self.weights, key)
-            put_tensors(module, values, dtype=dtype, device=device, origin=f"{key}={self.weights}")
+            fill_vae(module, self.weights, self.arguments, key="model.vae.weights", device=device, dtype=dtype)
+            self._compare_scale(self.weights, "model.vae.weights")
         self.module = module.eval().requires_grad_(requires_grad=False)
 
     def _compare_scale(self, weights: str, key: str) -> None:
         """Warn where the configuration beside the weights names another scale: nothing else would show it."""
-        path = find_weight_files(weights, key=key, part=self.folder)[0].parent / "config.json"
-        config = stored_mapping(path)
+        config = stored_mapping(find_weight_files(weights, key=key, part=self.folder)[0].parent / "config.json")
         for name in ("scaling_factor", "shift_factor"):
             stored, ours = config.get(name), getattr(self, name) or 0.0
             if isinstance(stored, float) and abs(stored - ours) > 1e-4 * abs(stored):
@@ -119,17 +148,114 @@ class KLAutoencoder(LatentCodec):
         return (self.module.decode(plain_BCHW.to(self.module.dtype)).sample.float() + 1) / 2
 
 
-def kl_arguments(options: Any, *, key: str) -> dict[str, Any]:
-    """Return the arguments of an `AutoencoderKL` among the attributes of an object; ValueErrors name `key`."""
-    widths, groups = options.block_out_channels, options.norm_num_groups
-    check_blocks(f"{key}.layers_per_block", options.layers_per_block)
-    if not options.scaling_factor > 0.0:
-        raise ValueError(f"{key}.scaling_factor={options.scaling_factor}: multiplies the latents, give one above 0")
-    if any(width % groups for width in widths):
-        raise ValueError(f"{key}.norm_num_groups={groups}: must divide the widths {widths}")
-    own = ("scaling_factor", "latent_channels", "block_out_channels", "layers_per_block", "norm_num_groups")
-    return {
-        **{name: getattr(options, name) for name in own},
-        "down_block_types": ["DownEncoderBlock2D"] * len(widths),
-        "up_block_types": ["UpDecoderBlock2D"] * len(widths),
-    }
+@dataclass(kw_only=True, eq=False)
+class VAEStage(KLOptions, AutoencoderStage):
+    """Diffusers' `AutoencoderKL` (Rombach et al. 2022, section 3.1). It has no captions, and denoises nothing.
+
+    Args:
+        random_encoders: there are none beside the network; here so that `debug=random_weights` fits every model.
+        weights: folder of diffusers or hub id, a pipeline's or its own; a run; or a single file, of diffusers' names or
+            the original's, with other parts in it or without; null = from scratch.
+
+    Raises:
+        ValueError: an image size that does not divide, a scaling factor that is not above 0, or widths that do not
+            divide into groups.
+    """
+
+    name = "vae"
+    abilities = frozenset({"kl_autoencoder"})
+    part = "vae"
+    latent_name = "latent"
+
+    image_size: int
+    precision: Literal["bf16", "fp32"]
+    seed: int
+    random_encoders: bool
+    weights: File[str | None]
+
+    def __post_init__(self) -> None:
+        self.arguments = self.kl_arguments(key="model")
+        self.image_multiple = stride = 2 ** (len(self.block_out_channels) - 1)
+        if self.image_size < stride or self.image_size % stride:
+            raise ValueError(
+                f"model.image_size={self.image_size}: must be a multiple of {stride} pixels, the stride of the "
+                "autoencoder"
+            )
+
+    def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
+        """Make the network on the meta device, then load or initialise it on `device`."""
+        from cascade_train.models.networks.kl_network import KLNetwork  # heavy: diffusers
+
+        with torch.device("meta"):
+            network = KLNetwork(**self.arguments)
+        if self.weights is None:
+            initialise(network, torch_rule(network), device=device, dtype=network_dtype, seed=self.seed)
+        else:
+            fill_vae(network, self.weights, self.arguments, key="model.weights", device=device, dtype=network_dtype)
+        self.network = network.train()
+
+    @torch.no_grad()
+    def encode(self, images: Images) -> Tensor:
+        """Encode (B, 3, H, W) float in [0, 1] to the means of the latents, (B, C, H / stride, W / stride) fp32."""
+        if not isinstance(images, Tensor):
+            raise AssertionError("nothing that an autoencoder which trains makes of images can be cached")
+        return self.scaling_factor * self.network(images, only="encode")
+
+    @torch.no_grad()
+    def decode(self, latent_BCHW: Tensor) -> Tensor:
+        """Decode latents (B, C, H, W) to (B, 3, stride H, stride W) fp32 in [0, 1]."""
+        return self.network(latent_BCHW / self.scaling_factor, only="decode").clamp(0, 1)
+
+    def set_attention(self, name: str) -> None:
+        """Choose the attention kernel of the network, see `block_network.set_attention`."""
+        self.network.set_attention(name)
+
+    def set_activation_checkpointing(self, enabled: bool) -> None:
+        """Recompute the levels in backward instead of keeping their activations."""
+        self.network.set_recomputing(enabled)
+
+    def exports(self) -> Mapping[str, Save]:
+        """Return `vae`, a folder that diffusers loads."""
+        return {self.part: partial(save_vae, self.arguments)}
+
+
+def fill_vae(
+    module: nn.Module, source: str, config: Mapping[str, Any], *, key: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Load an autoencoder of this diffusers config in place, from the meta device; a ConfigError names `key`."""
+    put_tensors(module, read_vae(source, config, key=key), dtype=dtype, device=device, origin=f"{key}={source}")
+
+
+def read_vae(source: str, config: Mapping[str, Any], *, key: str) -> dict[str, Tensor]:
+    """Return the tensors of an autoencoder of this diffusers config, under its names; `key` is for messages."""
+    stored = read_belonging(source, key, "vae", lambda name: name.startswith(VAE))
+    if not any("encoder.down." in name for name in stored):
+        return {_current_name(name): tensor for name, tensor in stored.items()}
+    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint  # heavy
+
+    converted: dict[str, Tensor] = convert_ldm_vae_checkpoint(stored, config)
+    return converted
+
+
+def _current_name(name: str) -> str:
+    for old, new in _RENAMED.items():
+        name = name.replace(old, new)
+    return name
+
+
+def save_vae(config: Mapping[str, Any], state: Mapping[str, Tensor], directory: Path) -> float:
+    """Write a folder that `AutoencoderKL.from_pretrained` loads, of these arguments, replacing `directory` at once.
+
+    `state` is the whole state dict on the host, in the dtype to be written. Returns the relative difference of a fixed
+    reconstruction after reading it back; a RunError leaves `directory` as it was.
+    """
+    from diffusers import AutoencoderKL  # heavy
+
+    with torch.device("meta"):
+        model = AutoencoderKL(**config)
+    model.load_state_dict(dict(state), strict=True, assign=True)
+    model = model.requires_grad_(requires_grad=False).eval()
+    with replaced_directory(directory) as place, quiet():
+        model.save_pretrained(place)
+        loaded = AutoencoderKL.from_pretrained(place, torch_dtype=model.dtype)
+        return read_back_error(model, loaded, directory, reconstruction)

@@ -1,7 +1,4 @@
-"""What denoising stages of all families share: a network under text towers and frozen parts.
-
-Must not live here: what is modelled and what it is conditioned on (the families' own stages).
-"""
+"""Base of the denoising stages of all families: a network under text towers and frozen parts."""
 
 from __future__ import annotations
 
@@ -14,9 +11,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from cascade_train.models.formats.weights import StoredValues
 from cascade_train.models.formats.weights_source import WeightsSpec
 from cascade_train.models.frozen_part import FrozenTower
-from cascade_train.models.initialize import InitialValues, Shares
+from cascade_train.models.initialize import DrawnValues, InitialValues, Rule, Shares, torch_rule
 from cascade_train.models.lora import MAGNITUDE, begin_magnitudes
 from cascade_train.models.stage import Images, Stage, Tokens, product
 from cascade_train.models.text_encoder import TextEncoder
@@ -25,17 +23,17 @@ from cascade_train.options import File
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class DenoisingStage(Stage):
-    """A stage whose network denoises what frozen parts make of images, under what they make of captions.
+    """A stage whose network denoises latents of images under captions, both encoded by frozen parts.
 
     Args:
         text_encoder: frozen text tower.
 
     Attributes:
         frozen_parts: names of the parts beside the network.
-        towers: those of them that are built in the dtype of frozen modules; the others stay fp32.
-        widths: an option of the network, and the part and its attribute that it must equal, of parts that there are.
-        multiple_of: what `image_multiple` is the stride of, for messages.
-        encoded_by: the part that makes latents of images.
+        towers: parts in the dtype of frozen modules; the others stay fp32.
+        widths: an option of the network, and the part and its attribute that it must equal.
+        multiple_of: the part whose stride is `image_multiple`.
+        encoded_by: the part that encodes images to latents.
 
     Raises:
         ValueError: an image size that does not divide, or parts whose widths do not fit the network.
@@ -75,7 +73,7 @@ class DenoisingStage(Stage):
         return stride
 
     def text_encoders(self) -> dict[str, TextEncoder]:
-        """Return the text towers that adapters and tokens may be trained in, by their key below `model.`."""
+        """Return the text towers, by their key below `model.`."""
         return {name: part for name, part in self._parts.items() if isinstance(part, TextEncoder)}
 
     def _check(self) -> None:
@@ -97,7 +95,7 @@ class DenoisingStage(Stage):
                 raise ValueError(f"model.network.{key}={found}: must equal model.{name}.{attribute}={width}")
 
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
-        """Make the parts on `device`, and the network on the meta device, where it waits for `fill`."""
+        """Make the parts on `device`, and the network on the meta device until `fill`."""
         self._frozen_dtype = frozen_dtype
         for name, make in self._makers(device, network_dtype).items():
             if name not in self.left_out:
@@ -127,20 +125,20 @@ class DenoisingStage(Stage):
 
     @torch.no_grad()
     def make_caption_products(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return what the stage is conditioned on of captions, see `caption_products`."""
+        """Return the `caption_products` of captions, without gradient."""
         device = self.text_encoder.module.device
         made = self._encode_text({name: ids.to(device) for name, ids in self._tokens_of(captions).items()})
         return {name: made[name] for name in self.caption_products}
 
     def _encode_text(self, tokens: Tokens) -> dict[str, Tensor]:
-        """Return the products of tokens, or what a cache holds of them."""
+        """Return the products of tokens, or the cached ones."""
         if self.caption_lookup is not None:
             return {name: tokens[name].to(self._frozen_dtype) for name in self.caption_products}
         return self._text_of(tokens)
 
     @abc.abstractmethod
     def _text_of(self, tokens: Tokens) -> dict[str, Tensor]:
-        """Return what the text towers make of tokens, by the names of `caption_products`."""
+        """Return the text towers' outputs, by the names of `caption_products`."""
 
     def weight_specs(self) -> list[WeightsSpec]:
         """Return the files of the network and of the frozen parts, except those that are left out."""
@@ -150,12 +148,21 @@ class DenoisingStage(Stage):
             return found
         return [WeightsSpec(key="model.weights", source=self.weights, part=self.part), *found]
 
-    @abc.abstractmethod
     def _build_network(self, dtype: torch.dtype) -> None:
         """Make the network on the meta device, and `_values`, which `fill` writes into it."""
+        self.network = self.network_config.build()
+        nn.Module.to(self.network, dtype)  # diffusers' own `to` warns about modules to keep in fp32
+        if self.weights is None:
+            self._values = DrawnValues(self.network, self._rule(), seed=self.seed)
+        else:
+            self._values = StoredValues(self.network, self.weights, part=self.part)
+
+    def _rule(self) -> Rule:
+        """Return the initial values of a network without weights."""
+        return torch_rule(self.network)
 
     def fill(self, shares: Shares) -> None:
-        """Write the network's initial values, and then what adapters on it derive from them."""
+        """Write the network's initial values, and the adapters' magnitudes, which depend on them."""
         own = {name.replace(".base_layer.", "."): share for name, share in shares.items() if MAGNITUDE not in name}
         self._values.fill(own)
         begin_magnitudes(self.network, self._values, shares)
@@ -169,12 +176,12 @@ class DenoisingStage(Stage):
         return self.text_encoder.notices(last=last)
 
     def set_attention(self, name: str) -> None:
-        """Choose the attention kernel of the network, see `attention.set_attention`."""
+        """Choose the attention kernel of the network, see `block_network.set_attention`."""
         self.network.set_attention(name)
 
     @torch.no_grad()
     def make_image_products(self, image_BCHW: Tensor) -> dict[str, Tensor]:
-        """Return what the parts of `image_products` make of images, as they are, (B, ...) each."""
+        """Return the `image_products` of images, (B, ...) each."""
         return {name: getattr(self, part).encode(image_BCHW) for name, part in self.image_products.items()}
 
     def encode(self, images: Images) -> Tensor:

@@ -29,7 +29,7 @@ class Stored:
     third: int | None = None
 
 
-Layout = Callable[[Iterable[str]], Mapping[str, Stored]]
+NameLayout = Callable[[Iterable[str]], Mapping[str, Stored]]
 """Maps stored names to where each tensor of the module is stored."""
 
 
@@ -78,7 +78,7 @@ class Family(abc.ABC):
     def probe(self, config: Any, draw: Draw) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """Return small fixed inputs of a network of this diffusers config, by which exports are compared."""
 
-    def layout(self, config: Mapping[str, Any]) -> Layout:
+    def layout(self, config: Mapping[str, Any]) -> NameLayout:
         """Return how the names of a stored network of this diffusers config become its own; by default they are."""
         return own_names
 

@@ -1,4 +1,4 @@
-"""What the frozen parts of a stage share: where their values come from, and how they are made.
+"""Bases of the frozen parts of a stage: their modules, and the values of these.
 
 Shape legend: B batch, C channels, H W image or latent size.
 """
@@ -40,7 +40,7 @@ class FrozenPart(abc.ABC):
     Attributes:
         key: name below `model.`.
         folder: the part's folder in runs, exports and pipelines.
-        renamed: prefixes of stored names -> what the module calls them.
+        renamed: prefixes of stored names -> the module's.
         module: exists after `build`, in eval mode and without gradients.
     """
 
@@ -53,7 +53,7 @@ class FrozenPart(abc.ABC):
         self.weights = weights
 
     def forget_weights(self) -> None:
-        """Take values from a fixed seed, whatever was named."""
+        """Replace the named weights by values from a fixed seed."""
         self.weights = None
 
     def weight_specs(self) -> list[WeightsSpec]:
@@ -63,11 +63,7 @@ class FrozenPart(abc.ABC):
         return [WeightsSpec(key=f"model.{self.key}.weights", source=self.weights, part=self.folder)]
 
     def build(self, *, device: torch.device) -> None:
-        """Make the module on `device`, with the values of `weights` or of a fixed seed.
-
-        Raises:
-            ConfigError: weights that do not exist or belong to another module.
-        """
+        """Make the module on `device`; a ConfigError for weights that do not exist or belong to another module."""
         with torch.device("meta"):
             module, gain = self._make()
         if self.weights is None:
@@ -88,7 +84,7 @@ class LatentCodec(FrozenPart):
     Attributes:
         latent_channels: channels of the latent.
         stride: image pixels for each latent position.
-        in_pipelines: whether a pipeline of diffusers decodes by it.
+        in_pipelines: whether diffusers' pipelines use it.
     """
 
     in_pipelines: ClassVar[bool] = False
@@ -129,37 +125,35 @@ class FrozenTower:
         self.module: Any
 
     def forget_weights(self) -> None:
-        """Take values from a fixed seed, whatever was named."""
+        """Replace the named weights by values from a fixed seed."""
         self.weights = self.subfolder = None
 
     def weight_specs(self) -> list[WeightsSpec]:
         """Return the files that `build` loads."""
         if self.weights is None:
             return []
+        key = f"model.{self.key}.weights"
         if self.weights.endswith(SINGLE_FILE_SUFFIXES):
-            return [WeightsSpec(key=f"model.{self.key}.weights", source=self.weights)]
-        where: dict[str, Any] = {"source": self.weights, "part": self.subfolder}
-        return [WeightsSpec(key=f"model.{self.key}.weights", beside=CONFIG_FILES, **where)]
+            return [WeightsSpec(key=key, source=self.weights)]
+        return [WeightsSpec(key=key, source=self.weights, part=self.subfolder, beside=CONFIG_FILES)]
 
     def _make(self, kind: Any, config: Any, device: torch.device, dtype: torch.dtype) -> None:
         """Make the tower of a transformers class on `device`; `config` is that of a tower without weights."""
-        if self.weights is None:
+        key = f"model.{self.key}.weights"
+        if self.weights is None or self.weights.endswith(SINGLE_FILE_SUFFIXES):
             with torch.device("meta"):
                 module = kind(config)
+        if self.weights is None:
             initialise(module, tower_rule, device=device, dtype=dtype, seed=FROZEN_SEED)
             module.tie_weights()
         elif self.weights.endswith(SINGLE_FILE_SUFFIXES):
-            with torch.device("meta"):
-                module = kind(config)
-            origin = f"model.{self.key}.weights={self.weights}"
             values = self.family.read_text_tower(self.weights, module, part=self.key)
-            put_tensors(module, values, dtype=dtype, device=device, origin=origin)
+            put_tensors(module, values, dtype=dtype, device=device, origin=f"{key}={self.weights}")
         else:
             try:
                 folder, subfolder = local_folder(FrozenTower.weight_specs(self)[0])
-                where = {"subfolder": subfolder, "device_map": {"": device}}
-                module = kind.from_pretrained(folder, dtype=dtype, **where)
-                check_dtypes(f"{folder}/{subfolder}", key=f"model.{self.key}.weights")
+                module = kind.from_pretrained(folder, dtype=dtype, subfolder=subfolder, device_map={"": device})
+                check_dtypes(f"{folder}/{subfolder}", key=key)
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     f"{self.key}.weights={self.weights}: is neither a local folder nor a hub id that can be reached; "
@@ -204,7 +198,7 @@ class ClipTower(FrozenTower):
 
 
 def local_folder(spec: WeightsSpec) -> tuple[str, str]:
-    """Return the folder and subfolder that transformers reads of a spec, of the hub as its files lie in the cache."""
+    """Return the folder and subfolder of a spec for transformers, of the hub those in the cache."""
     path = local_path(spec.source)
     if path.is_dir() and spec.part is not None:
         return str(find_part(path, spec.part, spec.key)), ""

@@ -1,4 +1,4 @@
-"""Measures of images: against their originals (PSNR, SSIM, LPIPS), and of one set against another (FID).
+"""Measures of images: against their originals (PSNR, SSIM, LPIPS), their captions (CLIPScore), and other sets (FID).
 
 Must not live here: sums over batches and ranks (engine/).
 
@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,20 +22,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cascade_train.errors import ConfigError, install_hint
-from cascade_train.models.formats.weights import StoredTensors, copy_to, open_weights, set_tensor
+from cascade_train.models.formats.weights import StoredTensors, check_dtypes, copy_to, open_weights, set_tensor
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of the images that the network was trained on."""
+"""Of the images on which VGG-16 was trained."""
 
 LAYERS = (3, 8, 15, 22, 29)
-"""The rectified layer in front of each pooling; these are compared."""
-
+"""The compared layers of VGG-16: the rectified one before each pooling."""
 
 VGG, INCEPTION = "torchvision's vgg16-397923af.pth", "torch-fidelity's weights-inception-2015-12-05-6726825d.pth"
 """The files that LPIPS and FID are measured with."""
-
-INCEPTION_LAYER = "2048"
-"""The last pooling of Inception V3, whose 2048 features FID compares."""
 
 
 def check_installed() -> None:
@@ -66,10 +63,9 @@ def psnr(image_BCHW: Tensor, original_BCHW: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ReconstructionQuality:
-    """Measures how near decoded images come to their originals.
+    """Measures of decoded images against their originals.
 
-    `multiple` is the side in pixels of the squares that have one semantic latent each; None = a stage without those,
-    and only `lpips`, see `load_lpips`, is measured; None = that is not.
+    `multiple` is the side in pixels of one semantic latent's square; None = only `lpips` is measured, if it is there.
     """
 
     multiple: int | None
@@ -79,8 +75,8 @@ class ReconstructionQuality:
     def __call__(self, image_BCHW: Tensor, original_BCHW: Tensor) -> dict[str, Tensor]:
         """Return `psnr`, `ssim`, `psnr_bilinear` and `lpips` of each image, (B,) fp32; see `image_quality`.
 
-        `psnr_bilinear` needs no network and is the baseline: the original's means over its squares, upsampled
-        bilinearly (half-pixel centres). Both sides are multiples of `multiple`.
+        `psnr_bilinear` is the baseline without a network: the original's means over its squares, upsampled bilinearly
+        (half-pixel centres). Both sides are multiples of `multiple`.
         """
         measures = {} if self.lpips is None else {"lpips": self.lpips(image_BCHW.clamp(0, 1), original_BCHW)}
         if self.multiple is None:
@@ -104,9 +100,8 @@ class FeatureDistance:
     ) -> None:
         """Load the frozen network in fp32; on the meta device without values.
 
-        `weights` is a file with torchvision's names, `features.0.weight` and so on, of which the classifier is not
-        read; else a ConfigError names `key`. `linear` are weights of each channel of each compared layer, (C,) each;
-        None = 1, which LPIPS does not have.
+        `weights` is a file with torchvision's names, such as `features.0.weight`; else a ConfigError names `key`.
+        `linear` are weights of each channel of each compared layer, (C,) each; None = 1, not LPIPS.
         """
         from torchvision.models.vgg import cfgs, make_layers
 
@@ -137,8 +132,8 @@ class FeatureDistance:
 
 
 @contextmanager
-def _opened(weights: str, *, key: str, wanted: str) -> Iterator[StoredTensors]:
-    """Open a file that the user has to fetch; a ConfigError says which one is `wanted`."""
+def _open_or_name(weights: str, *, key: str, wanted: str) -> Iterator[StoredTensors]:
+    """Open a file that the user has to fetch; a ConfigError names the `wanted` one."""
     with ExitStack() as stack:
         try:
             tensors = stack.enter_context(open_weights(weights, key=key))
@@ -148,7 +143,7 @@ def _opened(weights: str, *, key: str, wanted: str) -> Iterator[StoredTensors]:
 
 
 def _read_features(features: nn.Sequential, weights: str, device: torch.device, key: str) -> None:
-    with _opened(weights, key=key, wanted=VGG) as tensors:
+    with _open_or_name(weights, key=key, wanted=VGG) as tensors:
         shapes = tensors.shapes()
         for name, value in features.state_dict().items():
             if shapes.get(f"features.{name}") != tuple(value.shape):
@@ -165,11 +160,10 @@ def load_lpips(weights: str, *, device: torch.device, key: str) -> FeatureDistan
     `weights` is a file of VGG-16, see `FeatureDistance`; `key` the config key that named it.
     """
     check_installed()
-    spec = find_spec("torchmetrics")
-    if spec is None or spec.origin is None:
-        raise AssertionError("torchmetrics is installed")
-    file = str(Path(spec.origin).parent / "functional" / "image" / "lpips_models" / "vgg.pth")
-    with open_weights(file, key=key) as tensors:
+    from torchmetrics.functional.image import lpips
+
+    file = Path(lpips.__file__).parent / "lpips_models" / "vgg.pth"
+    with open_weights(str(file), key=key) as tensors:
         names = [f"lin{number}.model.1.weight" for number in range(len(LAYERS))]
         linear = [copy_to(tensors.read(name), torch.float32, device).flatten() for name in names]
     return FeatureDistance(weights, device=device, linear=linear, key=key)
@@ -181,8 +175,8 @@ def load_inception(
     """Return the features of FID's Inception V3: (B, 3, H, W) float, clamped to [0, 1], to (B, 2048) fp32.
 
     Images are rounded to bytes and resized to 299 x 299 as in the first implementation (Heusel et al. 2017), or, with
-    `antialias`, as by clean-fid (`resized_clean`). `weights` is a file with torch-fidelity's names, which are
-    pytorch-fid's; else a ConfigError names `key`.
+    `antialias`, as by clean-fid (`resize_clean`). `weights` is a file with the names of torch-fidelity and
+    pytorch-fid; else a ConfigError names `key`.
     """
     if find_spec("torch_fidelity") is None:
         raise ConfigError(
@@ -190,12 +184,12 @@ def load_inception(
         )
     from torch_fidelity import FeatureExtractorInceptionV3
 
-    with _opened(weights, key=key, wanted=INCEPTION) as tensors:
+    with _open_or_name(weights, key=key, wanted=INCEPTION) as tensors:
         state = {name: tensors.read(name) for name in tensors.shapes()}
     with tempfile.TemporaryDirectory() as folder:  # the library unpickles its file: this copy is harmless
         torch.save(state, Path(folder) / "inception.pth")
         try:
-            module = FeatureExtractorInceptionV3("fid", [INCEPTION_LAYER], str(Path(folder) / "inception.pth"))
+            module = FeatureExtractorInceptionV3("fid", ["2048"], str(Path(folder) / "inception.pth"))
         except RuntimeError as error:
             raise ConfigError(
                 f"{key}={weights}: is not FID's Inception V3, but holds {next(iter(state), 'nothing')}; give "
@@ -208,7 +202,7 @@ def load_inception(
     def features(image_BCHW: Tensor) -> Tensor:
         pixels_BCHW = (image_BCHW.float().clamp(0, 1) * 255).round().to(torch.uint8)
         if antialias:
-            small_BCHW = torch.stack([resized_clean(pixels_CHW) for pixels_CHW in pixels_BCHW.cpu()]).to(device)
+            small_BCHW = torch.stack([resize_clean(pixels_CHW) for pixels_CHW in pixels_BCHW.cpu()]).to(device)
             found_BD: Tensor = layers((small_BCHW - 128) / 128)
             return found_BD
         features_BD: Tensor = module(pixels_BCHW)[0]
@@ -217,7 +211,7 @@ def load_inception(
     return features
 
 
-def resized_clean(pixels_CHW: Tensor, side: int = 299) -> Tensor:
+def resize_clean(pixels_CHW: Tensor, side: int = 299) -> Tensor:
     """Return a picture (3, H, W) uint8 as (3, side, side) fp32 in [0, 255], as clean-fid resizes it.
 
     Antialiased bicubic, each channel as fp32 and not rounded (Parmar et al. 2022, section 3).
@@ -239,3 +233,46 @@ def frechet_distance(
     mixed_D = torch.linalg.eigvalsh(root_DD @ other_covariance_DD @ root_DD)
     spread = covariance_DD.trace() + other_covariance_DD.trace() - 2 * mixed_D.clamp(min=0).sqrt().sum()
     return (mean_D - other_mean_D).square().sum() + spread
+
+
+class ClipScore:
+    """Cosine of the embeddings of a picture and its caption, times 100 (Hessel et al. 2021, without their factor 2.5).
+
+    As torchmetrics' `CLIPScore`, but that a caption too long for the tower keeps its end token.
+    """
+
+    def __init__(self, weights: str, *, device: torch.device, key: str) -> None:
+        """Load the frozen towers in fp32 with their own preprocessing and tokenizer, without a download.
+
+        `weights` is a folder of transformers, such as a copy of openai/clip-vit-large-patch14; else a ConfigError.
+        """
+        from transformers import CLIPModel, CLIPProcessor  # takes seconds
+
+        if not Path(weights).is_dir():
+            raise ConfigError(
+                f"{key}={weights}: no such folder. Name a local folder of a CLIP, with weights, preprocessor and "
+                "tokenizer, e.g. by: hf download openai/clip-vit-large-patch14 --local-dir clip"
+            )
+        try:
+            model: Any = CLIPModel.from_pretrained(weights, dtype=torch.float32, local_files_only=True)
+            self._processor: Any = CLIPProcessor.from_pretrained(weights, local_files_only=True)
+        except (OSError, ValueError) as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise ConfigError(
+                f"{key}={weights}: is no whole CLIP of transformers, with weights, preprocessor and tokenizer: {reason}"
+            ) from error
+        check_dtypes(weights, key=key)
+        self._model = model.eval().requires_grad_(False).to(device)
+        self._device = device
+        self._room = model.config.text_config.max_position_embeddings
+
+    @torch.no_grad()
+    def __call__(self, images: Sequence[Tensor], captions: Sequence[str]) -> Tensor:
+        """Return the score of each picture (3, H, W) uint8, in [-100, 100], (B,) fp32 on the host; higher is better."""
+        text = self._processor(
+            text=list(captions), return_tensors="pt", padding=True, truncation=True, max_length=self._room
+        )
+        pixels = self._processor(images=[image.cpu() for image in images], return_tensors="pt")
+        found = self._model(**text.to(self._device), pixel_values=pixels["pixel_values"].to(self._device))
+        score_B: Tensor = 100 * (found.image_embeds * found.text_embeds).sum(dim=-1)
+        return score_B.cpu()

@@ -30,26 +30,19 @@ FROZEN_SEED = 0
 
 
 class InitialValues(abc.ABC):
-    """What fills a network that was made on the meta device, however its parameters are split over processes.
+    """Initial values of a network on the meta device, however its parameters are split over processes.
 
-    Made of the whole network while its names and shapes are plain, which is when mistakes are found; nothing is read
-    or drawn before `fill`.
+    Constructed of the whole network, which is when mistakes are found; nothing is read or drawn before `fill`.
     """
 
     @abc.abstractmethod
     def fill(self, shares: Shares) -> None:
-        """Write undefined memory of any dtype and device, by the network's own names, one share after the other.
-
-        The values do not depend on how the parameters are split.
-        """
+        """Write undefined memory of any dtype and device, by the network's own names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fill:
-    """How one parameter is filled.
-
-    "constant" (every element is `scale`), "uniform" on [-scale, scale), or "normal" with standard deviation `scale`.
-    """
+    """How one parameter is filled: with `scale`, uniform on [-scale, scale), or normal with that standard deviation."""
 
     kind: Literal["constant", "uniform", "normal"]
     scale: float
@@ -63,24 +56,20 @@ Rule = Callable[[str, nn.Parameter], Fill]
 
 
 def name_seed(seed: int, name: str) -> int:
-    """Return the 63-bit generator seed of one parameter: a frozen function of the run's seed and its name."""
+    """Return the 63-bit generator seed of one parameter, a function of the run's seed and its name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-def fill_(parameter: Tensor, fill: Fill, seed: int, name: str) -> None:
-    """Fill `parameter` (any shape, dtype and device) in place; at most `CHUNK` fp32 numbers exist beside it."""
-    fill_part_(parameter, fill, seed, name, begin=0, total=parameter.numel())
-
-
 @torch.no_grad()
-def fill_part_(part: Tensor, fill: Fill, seed: int, name: str, *, begin: int, total: int) -> None:
-    """Fill `part` in place: the elements from number `begin` of a parameter of `total` elements.
+def fill_(part: Tensor, fill: Fill, seed: int, name: str, *, begin: int = 0, total: int | None = None) -> None:
+    """Fill `part` in place: the elements from number `begin` of a parameter of `total`, None = the whole one.
 
-    All chunks up to the part's end are drawn, since a generator cannot skip; those before it are dropped. On the meta
-    device nothing is.
+    Any shape, dtype and device; at most `CHUNK` fp32 numbers exist beside it. All chunks up to the end are drawn,
+    since a generator cannot skip; on the meta device none.
     """
     if part.is_meta:
         return
+    total = part.numel() if total is None else total
     if fill.kind == "constant" or fill.scale == 0.0:
         part.fill_(fill.scale)
         return
@@ -140,7 +129,7 @@ class DrawnValues(InitialValues):
 
     def _fill(self, name: str, rows: Tensor, first: int) -> None:
         fill, total, row = self._fills[name]
-        fill_part_(rows, fill, self._seed, name, begin=first * row, total=total)
+        fill_(rows, fill, self._seed, name, begin=first * row, total=total)
 
 
 def fan_in(weight: Tensor) -> int:
@@ -164,12 +153,10 @@ def unet_rule(residual_blocks: int) -> Rule:
     """
     residual_gain = math.sqrt(1.0 / residual_blocks)
     fills: tuple[tuple[str, Callable[[Tensor], Fill]], ...] = (
-        (r"up_upscalers\.\d+\.1\.weight", lambda p: _strided_transposed(p.shape[1])),
-        (r"up_upscalers\.\d+\.1\.bias", lambda p: _strided_transposed(p.shape[0])),
-        (r".*\.(gamma|beta)", lambda _: ZEROS),
-        (r".*\.mapper(_\w+)?\.weight", lambda _: ZEROS),
-        (r"clf\.1\.weight", lambda _: ZEROS),
-        (r".*bias", lambda _: ZEROS),
+        # torch's own fill of a transposed 2 x 2 convolution and its bias, whose fan-in counts output channels
+        (r"up_upscalers\.\d+\.1\.weight", lambda p: Fill(kind="uniform", scale=1 / math.sqrt(4 * p.shape[1]))),
+        (r"up_upscalers\.\d+\.1\.bias", lambda p: Fill(kind="uniform", scale=1 / math.sqrt(4 * p.shape[0]))),
+        (r".*\.(gamma|beta)|.*\.mapper(_\w+)?\.weight|clf\.1\.weight|.*bias", lambda _: ZEROS),
         (r"clip_\w+_mapper\.weight", lambda _: Fill(kind="normal", scale=0.02)),
         (r"(effnet|pixels)_mapper\.[02]\.weight", lambda _: Fill(kind="normal", scale=0.02)),
         (r"embedding\.1\.weight", lambda p: xavier(p, 0.02)),
@@ -185,11 +172,6 @@ def unet_rule(residual_blocks: int) -> Rule:
         raise AssertionError(f"parameter {name}: no initialisation is known for it")
 
     return rule
-
-
-def _strided_transposed(out_channels: int) -> Fill:
-    """Return torch's own fill of a transposed 2 x 2 convolution and its bias; its fan-in counts output channels."""
-    return Fill(kind="uniform", scale=1.0 / math.sqrt(4 * out_channels))
 
 
 def kernel_rule(kernel: Callable[[Tensor], Fill]) -> Rule:
@@ -214,10 +196,7 @@ def torch_uniform(weight: Tensor) -> Fill:
 
 
 def torch_rule(network: nn.Module) -> Rule:
-    """Return torch's own fill of every linear and convolution layer and its bias; norms are one and zero.
-
-    So begin diffusers' networks.
-    """
+    """Return torch's own fill of every linear and convolution layer and its bias; norms are one and zero."""
     layers = (nn.Linear, nn.Conv2d)
     scales = {n: 1.0 / math.sqrt(fan_in(m.weight)) for n, m in network.named_modules() if isinstance(m, layers)}
 

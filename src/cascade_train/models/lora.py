@@ -1,16 +1,16 @@
 """Low-rank adapters in memory, by peft: which modules get them, and their initial values.
 
-An adapted layer computes W x + (alpha / rank) B A x (Hu et al. 2021, equation 3). One of A and B is drawn and the other
-zero, see `Init`. The original adapts q, k and v jointly (Stable Cascade, modules/lora.py). Must not live here: files
+An adapted layer computes W x + (alpha / rank) B A x (Hu et al. 2021, equation 3). Must not live here: files
 (formats/lora_files.py), and what trains or when (tasks/).
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import regex
 import torch
@@ -18,9 +18,6 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.initialize import ZEROS, Fill, InitialValues, Shares, fill_, torch_uniform
-
-if TYPE_CHECKING:
-    from peft.tuners.lora import LoraLayer
 
 ADAPTER = "default"
 """peft's name of the one adapter that a network carries."""
@@ -37,24 +34,17 @@ that a first step of the same size changes the adapted weight sqrt(3 fan-in) tim
 
 MAGNITUDE = ".lora_magnitude_vector."
 
-_PROJECTIONS = {
-    ".attention.to_q": ".attention.attn.in_proj",
-    ".attention.to_k": ".attention.attn.in_proj",
-    ".attention.to_v": ".attention.attn.in_proj",
-    ".attention.to_out.0": ".attention.attn.out_proj",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSpec:
-    """What makes the adapters of a network, apart from their values.
+    """The architecture of a network's adapters.
 
     Attributes:
         rank: columns of B and rows of A, >= 1.
         alpha: the adapters' output is scaled by alpha / rank.
         targets: diffusers' names of the adapted modules.
-        base_size: the `model=` name of the network they belong to; None = no published size.
-        dora: weights are decomposed: each output of W + (alpha / rank) B A has a trained magnitude (Liu et al. 2024).
+        base_size: the `model=` name of the network; None = no published size.
+        dora: each output of W + (alpha / rank) B A has a trained magnitude (Liu et al. 2024).
     """
 
     rank: int
@@ -69,10 +59,10 @@ class TrainedTokens:
     """Trained rows of the text encoder's vocabulary.
 
     Attributes:
-        strings: the tokens as they are typed or as the vocabulary spells them, in order.
-        ids: their places in the vocabulary.
+        strings: the tokens as they are typed or as the vocabulary spells them.
+        ids: of the tokens in the vocabulary.
         is_new: whether each was added to the vocabulary.
-        rows: (N, D) fp32, the whole rows after training, not differences.
+        rows: (N, D) fp32, whole rows, not differences.
     """
 
     strings: tuple[str, ...]
@@ -83,14 +73,14 @@ class TrainedTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredLora:
-    """Adapters with their values on the host, as files hold them.
+    """Adapters with their values on the host, as files have them.
 
     Attributes:
         state: by plain names, see `adapter_state`.
-        text_encoder: the same of the text encoder's modules, of equal rank and alpha, see `tower_name`; empty = none.
-        tokens: None = none.
+        text_encoder: the same of the text encoder, of equal rank and alpha, see `tower_name`; empty = none.
+        tokens: trained rows of its vocabulary; None = none.
         text_encoder_2: of the second text encoder, where there are two.
-        tokens_2: their rows there.
+        tokens_2: of the second text encoder.
     """
 
     spec: LoraSpec
@@ -101,7 +91,7 @@ class StoredLora:
     tokens_2: TrainedTokens | None = None
 
     def towers(self) -> dict[str, tuple[Mapping[str, Tensor], TrainedTokens | None]]:
-        """Return what there is of each text encoder, by its name: adapters and tokens."""
+        """Return adapters and tokens of each text encoder that has any, by its name."""
         pairs = (self.text_encoder, self.tokens), (self.text_encoder_2, self.tokens_2)
         return {name: pair for name, pair in zip(TEXT_ENCODERS, pairs, strict=True) if pair[0] or pair[1] is not None}
 
@@ -124,9 +114,8 @@ def inject_lora(
 
     The network is whole (not sharded) and not adapted yet; on meta, only A and B have values. The base keeps its dtype;
     layers cast to fp32 for the adapter and back. The initial values are a function of (seed, module name) alone. With
-    `dora` the magnitude of each output trains too, beginning as the base's; with `joint_qkv`, q, k and v of an
-    attention share one A. `module_filters` and `key` are those of `select_modules`; `without` names modules in which
-    nothing is adapted.
+    `dora` the magnitude of each output trains too, initialised as the base's; with `joint_qkv`, q, k and v of an
+    attention share one A. `module_filters` and `key` are those of `select_modules`; `without` names excluded modules.
     """
     chosen, outside = select_modules(network, module_filters, key=key), tuple(f"{name}." for name in without)
     targets = [name for name in chosen if not f"{name}.".startswith(outside)] if outside else chosen
@@ -150,22 +139,22 @@ def inject_lora(
 def begin_magnitudes(network: nn.Module, values: InitialValues, shares: Shares) -> None:
     """Initialise magnitudes as the lengths of their base's rows, with one whole base weight at a time in memory.
 
-    The network, which may be sharded, has adapters; `values` are those of its base, `shares` this process's rows of its
-    parameters, of which others are left alone.
+    The adapted network may be sharded; `values` are those of its base, `shares` this process's rows of its parameters.
     """
     for name, (rows, first) in shares.items():
         path, is_magnitude, _ = name.partition(MAGNITUDE)
         if is_magnitude and rows.numel():
-            layer = network.get_submodule(path)
-            whole = torch.empty(layer.get_base_layer().weight.shape, dtype=layer.get_base_layer().weight.dtype)
+            layer: Any = network.get_submodule(path)
+            weight = layer.get_base_layer().weight
+            whole = torch.empty(weight.shape, dtype=weight.dtype)
             values.fill({f"{path}.weight": (whole, 0)})
             rows.copy_(output_norms(whole).view(_magnitude(layer).shape)[first : first + len(rows)])
 
 
 def share_down_halves(network: nn.Module) -> None:
-    """Let k and v of every adapted attention use the A of q, in place (the original adapts them as one layer).
+    """Share the A of q with k and v of every adapted attention, in place; a ConfigError where their inputs differ.
 
-    A ConfigError where those take other inputs than q, such as text.
+    As in the original, which adapts the three as one layer (Stable Cascade, modules/lora.py).
     """
     layers = dict(adapted_layers(network))
     for name, layer in layers.items():
@@ -187,9 +176,11 @@ def select_modules(
 
     A filter is a substring of a module's name; one that is a substring of none is tried as a regular expression; a
     ConfigError if it selects nothing. Names are diffusers' and also the original's, where `.attn` means the attention's
-    four projections. Linear and ungrouped convolution layers can be adapted, depthwise ones cannot.
+    four projections. Linear and ungrouped convolution layers can be adapted.
     """
-    names = [name for name, module in network.named_modules() if _can_adapt(module)]
+    layers = (nn.Linear, nn.Conv2d)
+    modules = [(name, module) for name, module in network.named_modules() if isinstance(module, layers)]
+    names = [name for name, module in modules if getattr(module, "groups", 1) == 1]
     if module_filters is None:
         return names
     chosen: set[str] = set()
@@ -203,16 +194,10 @@ def select_modules(
     return [name for name in names if name in chosen]
 
 
-def _can_adapt(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
-
-
 def original_name(name: str) -> str:
     """Return the original's name of a module, as far as filters need it: fused projections become one."""
-    for ours, theirs in _PROJECTIONS.items():
-        if name.endswith(ours):
-            return name.removesuffix(ours) + theirs
-    return name
+    fused = re.sub(r"\.attention\.to_[qkv]$", ".attention.attn.in_proj", name)
+    return re.sub(r"\.attention\.to_out\.0$", ".attention.attn.out_proj", fused)
 
 
 def _matches(module_filter: str, names: Sequence[str]) -> list[str]:
@@ -239,7 +224,7 @@ def attach_adapters(
 ) -> None:
     """Freeze `network` and add fp32 adapters without values to exactly `targets`, in place.
 
-    No random number is drawn. Adapters are in the mode and on the device of their layer (on the host for meta).
+    They are in the mode and on the device of their layer (on the host for meta).
     """
     from peft import LoraConfig, inject_adapter_in_model  # takes seconds
 
@@ -264,8 +249,9 @@ def attach_adapters(
         layer.train(layer.get_base_layer().training)
 
 
-def _magnitude(layer: LoraLayer) -> nn.Parameter:
-    return layer.lora_magnitude_vector[ADAPTER].weight
+def _magnitude(layer: Any) -> nn.Parameter:
+    weight: nn.Parameter = layer.lora_magnitude_vector[ADAPTER].weight
+    return weight
 
 
 def output_norms(weight: Tensor) -> Tensor:
@@ -274,12 +260,12 @@ def output_norms(weight: Tensor) -> Tensor:
 
 
 def magnitude_factor(magnitude: Tensor, weight: Tensor) -> Tensor:
-    """Return what gives each output of a weight (out, ...) its magnitude, of as many dimensions as the weight."""
+    """Return the factor that gives each output of a weight (out, ...) its magnitude, broadcastable to the weight."""
     return (magnitude.flatten() / output_norms(weight)).view(-1, *[1] * (weight.ndim - 1))
 
 
-def adapted_layers(network: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
-    """Yield (name, layer) of the adapted modules, in the network's order."""
+def adapted_layers(network: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, peft's layer) of the adapted modules, in the network's order."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in network.named_modules():
@@ -305,16 +291,13 @@ def halves_are_shared(state: Mapping[str, Tensor]) -> bool:
 
 
 def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the adapters of a whole network's state dict by plain names.
-
-    `<module>.lora_A.weight` and `.lora_B.weight`, with DoRA also `.lora_magnitude_vector.weight`.
-    """
+    """Return a whole network's adapters by plain names, such as `<module>.lora_A.weight`, without `ADAPTER`."""
     # copied: adapters that share a tensor are stored as if they did not
     return {name.replace(f".{ADAPTER}.", "."): value.clone() for name, value in state.items() if ".lora_" in name}
 
 
 def tower_name(name: str) -> str:
-    """Return the name of a tensor of a text encoder as files have it, whichever class of transformers holds it."""
+    """Return the name in files of a tensor of a text encoder, whatever its class in transformers."""
     return name if name.startswith(("text_model.", "text_projection.")) else f"text_model.{name}"
 
 
@@ -324,7 +307,7 @@ def adapted_modules(state: Mapping[str, Tensor]) -> list[str]:
 
 
 def lora_spec(network: nn.Module) -> LoraSpec:
-    """Return what the adapters of `network` are; an AssertionError if it has none."""
+    """Return the architecture of a network's adapters; an AssertionError if it has none."""
     layers = dict(adapted_layers(network))
     if not layers:
         raise AssertionError("the network carries no adapters")
@@ -342,8 +325,8 @@ def lora_spec(network: nn.Module) -> LoraSpec:
 def set_adapter_mode(network: nn.Module) -> None:
     """Put the frozen base into eval mode and the adapters' own dropout into train mode.
 
-    The base's dropout regularises full training; on a frozen base it would only add noise to what adapters learn
-    from. The original leaves it on until the first sample (Stable Cascade, train/train_c_lora.py).
+    On a frozen base dropout would add noise alone. The original leaves it on until the first sample (Stable Cascade,
+    train/train_c_lora.py).
     """
     network.eval()
     for _, layer in adapted_layers(network):

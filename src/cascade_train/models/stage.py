@@ -279,7 +279,6 @@ class Stage(abc.ABC):
         """Encode as `encode`, by the choices of `draw` where the latents depend on them."""
         return self.encode(images)
 
-    @abc.abstractmethod
     def conditions(
         self,
         tokens: Tokens,
@@ -287,12 +286,13 @@ class Stage(abc.ABC):
         keep_image_B: Tensor | None = None,
         drawn: Any = None,
     ) -> Conditions:
-        """Encode the network's conditions. Must not sync.
+        """Encode the network's conditions, none by default. Must not sync.
 
         `tokens` are from `tokenize`, on the device; a dropped caption is the empty string's tokens. `images`, (B, 3, H,
         W) float in [0, 1] or cached, are a condition of the samples in `keep_image_B`, (B,) bool on the host, None =
         all; None = no image condition (zeros). `drawn` is from `draw`, in training alone.
         """
+        return {}
 
     def check_control(self, options: ControlOptions) -> None:
         """Refuse options that mean nothing for this stage's control networks (ConfigError); called before `build`."""
@@ -353,7 +353,7 @@ class Stage(abc.ABC):
 
 
 class AutoencoderStage(Stage):
-    """Base of the stages that are autoencoders: nothing is denoised, and nothing but pictures is a condition."""
+    """Base of the stages that are autoencoders."""
 
     denoises = False
     image_keep_prob = 0.0
@@ -368,16 +368,6 @@ class AutoencoderStage(Stage):
         if self.weights is None:
             return []
         return [WeightsSpec(key="model.weights", source=self.weights, part=self.part)]
-
-    def conditions(
-        self,
-        tokens: Tokens,
-        images: Images | None = None,
-        keep_image_B: Tensor | None = None,
-        drawn: Any = None,
-    ) -> Conditions:
-        """Return nothing: the network is conditioned on nothing."""
-        return {}
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""

@@ -18,7 +18,7 @@ from cascade_train.files.hub import parse_source
 from cascade_train.models.formats.export import quiet
 from cascade_train.models.formats.weights_source import TOKENIZER_FILES, WeightsSpec
 from cascade_train.models.frozen_part import ClipTower, local_folder
-from cascade_train.options import File, Free
+from cascade_train.options import File, Free, check_above, check_least
 
 Tokens = dict[str, Tensor]
 """What the tokenizer makes of captions: `input_ids` and `attention_mask`, (B, L) int64.
@@ -74,10 +74,9 @@ class TextEncoder(ClipTower):
     lr: Free[float | None] = None
 
     def __post_init__(self) -> None:
-        if self.lr is not None and self.lr <= 0:
-            raise ValueError(f"{self.key}.lr={self.lr}: give a number above 0, or null for the optimizer's")
-        if self.max_tokens < 3:
-            raise ValueError(f"{self.key}.max_tokens={self.max_tokens}: must be at least 3 (start, one token, end)")
+        if self.lr is not None:
+            check_above(f"{self.key}.lr", self.lr, 0)
+        check_least(f"{self.key}.max_tokens", self.max_tokens, 3, "start, one token and end")
         if not -self.num_hidden_layers <= self.hidden_layer <= -1:
             raise ValueError(
                 f"{self.key}.hidden_layer={self.hidden_layer}: is counted from the end, give -1 (the last layer) to "

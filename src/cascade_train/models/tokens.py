@@ -1,7 +1,6 @@
 """Tokens whose rows of the text tower's embedding table train: new ones and existing ones.
 
-A vocabulary's keys are raw byte-pair pieces: the word "dog" is `dog</w>`, `dog` is a piece within longer words. Must
-not live here: files (lora_files*.py), and what trains or when (tasks/).
+A vocabulary's keys are raw byte-pair pieces: the word "dog" is `dog</w>`, `dog` is a piece within longer words.
 
 Shape legend: B batch, L text tokens, D width, N trained tokens, V rows of the table.
 """
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import regex
 import torch
@@ -27,8 +25,8 @@ log = logging.getLogger(__name__)
 class TokenTable(nn.Module):
     """A frozen embedding table with the rows of some tokens replaced by `start + shift`, of which `shift` trains.
 
-    Weight decay therefore pulls a row to where it began, not to zero, and no other row is touched (as in Stable
-    Cascade, modules/lora.py). Ids beyond the table are new tokens.
+    So weight decay pulls a row to its initial value and changes no other row (Stable Cascade, modules/lora.py). Ids
+    beyond the table are new tokens.
 
     Attributes:
         names: N keys of the vocabulary.
@@ -71,15 +69,9 @@ class TokenTable(nn.Module):
 def train_tokens(encoder: TextEncoder, entries: Sequence[Sequence[str | None]]) -> TokenTable:
     """Let the rows of the named tokens train, new tokens being added to the tokenizer, and return their table.
 
-    Args:
-        encoder: built, whole (not sharded), without trained tokens.
-        entries: pairs. `["[fernando]", "^dog</w>"]` adds a token, in `[ ]` or `< >`, whose row begins as the mean
-            of the rows of all tokens whose key the regular expression matches; with null it begins as zeros.
-            `["^snail", None]` trains all tokens whose key the regular expression matches. A token that several
-            entries name trains once.
-
-    Raises:
-        ConfigError: an entry that is no such pair, or an expression that is invalid or matches nothing.
+    The encoder is built, whole (not sharded), without trained tokens. `entries` are those of `task.train_tokens`; a new
+    token without an expression is initialised with zeros. A ConfigError for an entry that is no pair, or an expression
+    that is invalid or matches nothing.
     """
     table, old = encoder.module.get_input_embeddings(), set(encoder.tokenizer.get_vocab())
     chosen: dict[str, Tensor] = {}
@@ -90,9 +82,9 @@ def train_tokens(encoder: TextEncoder, entries: Sequence[Sequence[str | None]]) 
                 "or ['^snail', null] for existing ones"
             )
         token, begin = entry
-        rows = _added(encoder.tokenizer, table, token, begin) if is_new(token) else _existing(encoder, table, token)
+        rows = _new_rows(encoder, table, token, begin) if is_new(token) else _existing_rows(encoder, table, token)
         chosen |= {name: row for name, row in rows.items() if name not in chosen}
-    return _lay(encoder, table, chosen, {name for name in chosen if name not in old})
+    return _replace_table(encoder, table, chosen, {name for name in chosen if name not in old})
 
 
 def is_new(token: str) -> bool:
@@ -100,8 +92,8 @@ def is_new(token: str) -> bool:
     return token[:1] + token[-1:] in ("[]", "<>")
 
 
-def _added(tokenizer: Any, table: nn.Embedding, token: str, begin: str | None) -> dict[str, Tensor]:
-    vocabulary = tokenizer.get_vocab()
+def _new_rows(encoder: TextEncoder, table: nn.Embedding, token: str, begin: str | None) -> dict[str, Tensor]:
+    vocabulary = encoder.tokenizer.get_vocab()
     if token in vocabulary and vocabulary[token] < table.num_embeddings:
         log.warning("The token %s is in the vocabulary already: its own row trains on; %r is not used.", token, begin)
         return {token: table.weight[vocabulary[token]].float()}
@@ -109,21 +101,21 @@ def _added(tokenizer: Any, table: nn.Embedding, token: str, begin: str | None) -
         log.warning("The new token %s begins as zeros; a regular expression would give it a meaning.", token)
         row = torch.zeros(table.embedding_dim, device=table.weight.device)
     else:
-        ids = [i for _, i in _matching(vocabulary, begin, table.num_embeddings)]
+        ids = [i for _, i in _match_tokens(vocabulary, begin, table.num_embeddings)]
         row = table.weight[ids].float().mean(dim=0)
         log.info("The new token %s begins as the mean of %d rows of the vocabulary.", token, len(ids))
-    tokenizer.add_tokens([token])
+    encoder.tokenizer.add_tokens([token])
     return {token: row}
 
 
-def _existing(encoder: TextEncoder, table: nn.Embedding, expression: str) -> dict[str, Tensor]:
-    found = _matching(encoder.tokenizer.get_vocab(), expression, table.num_embeddings)
+def _existing_rows(encoder: TextEncoder, table: nn.Embedding, expression: str) -> dict[str, Tensor]:
+    found = _match_tokens(encoder.tokenizer.get_vocab(), expression, table.num_embeddings)
     shown = ", ".join(name for name, _ in found[:8]) + (", ..." if len(found) > 8 else "")
     log.info("%r trains %d tokens of the vocabulary: %s.", expression, len(found), shown)
     return {name: table.weight[i].float() for name, i in found}
 
 
-def _matching(vocabulary: Mapping[str, int], expression: str, rows: int) -> list[tuple[str, int]]:
+def _match_tokens(vocabulary: Mapping[str, int], expression: str, rows: int) -> list[tuple[str, int]]:
     """Return (key, id) of the tokens that have a row and match, by id."""
     try:
         pattern = regex.compile(expression)
@@ -139,10 +131,10 @@ def _matching(vocabulary: Mapping[str, int], expression: str, rows: int) -> list
 
 
 def put_tokens(encoder: TextEncoder, stored: TrainedTokens, *, origin: str) -> TokenTable:
-    """Give tokens of a whole encoder their stored rows, adding those that are not there, and return their table.
+    """Load stored rows into a whole encoder, adding tokens that are not there, and return their table.
 
-    Tokens are found by name, since their ids depend on what else was added. Tokens that train already and are not
-    stored keep their rows. `origin` is named by the ConfigError for rows of another width.
+    Tokens are found by name, since their ids depend on what else was added; other trained tokens keep their rows.
+    `origin` is named by the ConfigError for rows of another width.
     """
     present = trained_tokens(encoder)
     base = encoder.module.get_input_embeddings() if present is None else present.base
@@ -157,7 +149,7 @@ def put_tokens(encoder: TextEncoder, stored: TrainedTokens, *, origin: str) -> T
         new |= {name for name, is_new in zip(present.names, present.is_new, strict=True) if is_new}
     rows |= dict(zip(stored.strings, stored.rows.float(), strict=True))
     encoder.tokenizer.add_tokens([name for name in stored.strings if name not in encoder.tokenizer.get_vocab()])
-    return _lay(encoder, base, rows, new)
+    return _replace_table(encoder, base, rows, new)
 
 
 def trained_tokens(encoder: TextEncoder) -> TokenTable | None:
@@ -166,7 +158,7 @@ def trained_tokens(encoder: TextEncoder) -> TokenTable | None:
     return table if isinstance(table, TokenTable) else None
 
 
-def _lay(encoder: TextEncoder, base: nn.Embedding, rows: Mapping[str, Tensor], new: set[str]) -> TokenTable:
+def _replace_table(encoder: TextEncoder, base: nn.Embedding, rows: Mapping[str, Tensor], new: set[str]) -> TokenTable:
     vocabulary = encoder.tokenizer.get_vocab()
     tokens = TrainedTokens(
         strings=tuple(rows),

@@ -17,7 +17,7 @@ from cascade_train.assembly.run import write_exports
 from cascade_train.diffusion.target import EpsilonTarget
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.distributed.process_group import World, process_group
-from cascade_train.engine.checkpoint.manifest import find_fault
+from cascade_train.engine.checkpoint.folder import find_fault
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.phase import restore_training_state
 from cascade_train.errors import ConfigError, RunError

@@ -1,7 +1,5 @@
 """Training of a KL autoencoder: images to latents, as a normal distribution, and back.
 
-Must not live here: what all autoencoders share (autoencoding.py).
-
 Shape legend: B batch, C latent channels, H W image size, h w latent size.
 """
 
@@ -9,25 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from cascade_train.batch import Batch
+from cascade_train.models.autoencoder_kl import VAEStage
 from cascade_train.models.image_quality import FeatureDistance, image_quality, load_lpips
 from cascade_train.models.networks.kl_network import Reconstructed
-from cascade_train.models.stage_vae import VAEStage
 from cascade_train.options import check_within
-from cascade_train.tasks.autoencoding import (
-    MAX_WEIGHT,
-    AutoencoderObjective,
-    AutoencoderTask,
-    Perceptual,
-    PreparedReconstructions,
-)
+from cascade_train.tasks.autoencoding import MAX_WEIGHT, AutoencoderObjective, AutoencoderTask, Perceptual
 from cascade_train.tasks.base import StepOutput, Task, weighted
-from cascade_train.tasks.reconstruction import Reconstruction
+from cascade_train.tasks.pictures import PreparedPictures
 
 
 @dataclass(kw_only=True, eq=False)
@@ -61,7 +53,7 @@ class AutoencoderKL(AutoencoderObjective):
         super().__post_init__()
         check_within("kl_weight", self.kl_weight, 0.0, MAX_WEIGHT)
 
-    def task(self, reconstruction: Reconstruction) -> Task:
+    def task(self, reconstruction: Any) -> Task:
         """Return the training of the autoencoder."""
         return AutoencodingKL(self)
 
@@ -71,12 +63,8 @@ class AutoencoderKL(AutoencoderObjective):
 
 
 @dataclass(kw_only=True)
-class PreparedLatents(PreparedReconstructions):
-    """A micro-batch of pictures, and where in their distribution their latents lie.
-
-    Attributes:
-        normal_BChw: (B, C, h, w) fp32 standard normal.
-    """
+class PreparedLatents(PreparedPictures):
+    """A micro-batch of pictures, and of draws (B, C, h, w) fp32 standard normal for their latents."""
 
     normal_BChw: Tensor
 
@@ -89,13 +77,13 @@ class AutoencodingKL(AutoencoderTask):
     objective: AutoencoderKL
 
     def prepare_batch(self, batch: Batch) -> PreparedLatents:
-        """Draw where the latents lie, and copy to the device."""
+        """Draw the latents' noise, and copy to the device."""
         pictures = super().prepare_batch(batch)
         shape = self.stage.latent_shape(*pictures.image_BCHW.shape[-2:])
         return PreparedLatents(**vars(pictures), normal_BChw=self._copy(batch.normal("posterior", shape)))
 
     def reconstruct(self, prepared: PreparedLatents) -> Reconstructed:
-        """Return what the network makes of a micro-batch, of latents that were drawn."""
+        """Return the network's reconstructions of a micro-batch, from latents that were drawn."""
         made: Reconstructed = self.stage.network(prepared.image_BCHW, normal_BChw=prepared.normal_BChw)
         return made
 
@@ -109,10 +97,10 @@ class AutoencodingKL(AutoencoderTask):
 
     @torch.no_grad()
     def measures(self, prepared: PreparedLatents, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
-        """Return the distance of pixels, PSNR and SSIM of reconstructions from the means of latents, and of these two.
+        """Return the distance of pixels, PSNR and SSIM of reconstructions from the means of latents, and two of these.
 
-        `kl` is their divergence, `latent_rms` the root of the mean square of latents that are drawn: a
-        `scaling_factor` of its inverse gives latents of about unit variance. A mask counts in the distance alone.
+        `kl` is their divergence, `latent_rms` the root of the mean square of drawn latents: a `scaling_factor` of its
+        inverse gives latents of about unit variance. Only the distance uses a mask.
         """
         image_BCHW = prepared.image_BCHW
         made = self.stage.network(image_BCHW)

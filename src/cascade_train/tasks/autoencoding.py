@@ -1,6 +1,6 @@
 """Base of the training of autoencoders: pixels, features and, from a given step on, a discriminator.
 
-Must not live here: what is asked of the latents (vqgan.py, autoencoder_kl.py).
+Must not live here: losses of the latents (vqgan.py, autoencoder_kl.py).
 
 Shape legend: B batch, C latent channels, H W image size, h w latent size.
 """
@@ -110,17 +110,6 @@ class AutoencoderObjective(PictureObjective):
             raise ValueError("objective.train_encoder=false, objective.train_decoder=false: nothing would train")
 
 
-@dataclass(kw_only=True)
-class PreparedReconstructions(PreparedPictures):
-    """A micro-batch of pictures that are reconstructed.
-
-    Attributes:
-        made_BCHW: (B, 3, H, W) reconstructions of the first phase, for the discriminator; None = not made yet.
-    """
-
-    made_BCHW: Tensor | None = None
-
-
 class AutoencoderTask(PictureTask):
     """Trains encoder and decoder of a stage's network, or one of them."""
 
@@ -138,21 +127,18 @@ class AutoencoderTask(PictureTask):
         super().attach(stage, objective, device)
         network = self.stage.network
         network.requires_grad_(requires_grad=True)
-        for trains, modules in (
-            (self.objective.train_encoder, network.encoder_modules()),
-            (self.objective.train_decoder, network.decoder_modules()),
-        ):
-            for module in modules:
-                module.requires_grad_(trains)
+        for module in network.encoder_modules():
+            module.requires_grad_(self.objective.train_encoder)
+        for module in network.decoder_modules():
+            module.requires_grad_(self.objective.train_decoder)
         self.discriminator = self.objective.adversarial.build(device)
         self.features = self.objective.perceptual.build(device)
 
     def phases(self) -> list[Phase]:
         """Return the autoencoder's phase and, where there is one, the discriminator's."""
-        network = self.stage.network
         phase = Phase(
             name="train",
-            modules={"network": network},
+            modules={"network": self.stage.network},
             units={"network": self.stage.units()},
             loss=self.loss,
             rewritten=self.rewritten,
@@ -171,17 +157,17 @@ class AutoencoderTask(PictureTask):
 
     @abc.abstractmethod
     def reconstruct(self, prepared: Any) -> Any:
-        """Return what the network makes of a micro-batch, with `image_BCHW`, the reconstructions (B, 3, H, W)."""
+        """Return the network's output for a micro-batch, with `image_BCHW`, the reconstructions (B, 3, H, W)."""
 
     @abc.abstractmethod
     def loss(self, prepared: Any) -> StepOutput:
         """Return the autoencoder's loss (B,); `loss_raw` is the distance of pixels. Does not sync."""
 
-    def judge(self, made_BCHW: Tensor, prepared: PreparedReconstructions) -> tuple[Tensor, dict[str, Tensor]]:
+    def judge(self, made_BCHW: Tensor, prepared: PreparedPictures) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss (B,) of reconstructions, as a function of them, and a report; keep them for the opponent.
 
-        Differentiated here and not in the whole network's backward pass: the adaptive weight needs both gradients, and
-        the discriminator's weights must get none. Features and discriminator see the original where a mask is 0.
+        Differentiated here and not in the network's backward pass: the adaptive weight needs both gradients, and the
+        discriminator's weights must get none. Where a mask is 0, features and discriminator get the original.
         """
         prepared.made_BCHW = made_BCHW.detach()
         objective, leaf_BCHW = self.objective, made_BCHW.detach().requires_grad_()
@@ -209,8 +195,8 @@ class AutoencoderTask(PictureTask):
         start = self.objective.adversarial.start_step
         return self.discriminator is not None and start is not None and self._step >= start
 
-    def discriminator_loss(self, prepared: PreparedReconstructions) -> StepOutput:
-        """Return the discriminator's loss (B,) on images and on what the autoencoder made of them. Does not sync."""
+    def discriminator_loss(self, prepared: PreparedPictures) -> StepOutput:
+        """Return the discriminator's loss (B,) on images and on their reconstructions. Does not sync."""
         if self.discriminator is None:
             raise AssertionError("no discriminator, no phase of its own")
         made_BCHW = prepared.made_BCHW
@@ -220,12 +206,15 @@ class AutoencoderTask(PictureTask):
         seen_BCHW = unmasked(made_BCHW.detach(), prepared.image_BCHW, prepared.mask_B1HW)
         real, fake = self.discriminator(torch.cat([prepared.image_BCHW, seen_BCHW])).chunk(2)
         loss_B = hinge(real, fake)
-        report = {"loss_raw": loss_B.detach()}
-        report |= {f"score_{name}": each.detach().mean(dim=(1, 2)) for name, each in (("real", real), ("made", fake))}
+        report = {
+            "loss_raw": loss_B.detach(),
+            "score_real": real.detach().mean(dim=(1, 2)),
+            "score_made": fake.detach().mean(dim=(1, 2)),
+        }
         return StepOutput(loss_B=weighted(loss_B, prepared.weight_B), report=report)
 
     def exports(self) -> Mapping[str, Export]:
-        """Return what the stage writes, with the weights that did not train."""
+        """Return the stage's exports, frozen weights included."""
         network = self.stage.network
         return {n: Export(module=network, write=save, whole=True) for n, save in self.stage.exports().items()}
 

@@ -1,6 +1,6 @@
 """The contract of a task: which parameters train, what is added to the stage, and the per-sample loss.
 
-A task sees no rank, no optimizer and no cadence; the one loop (engine/loop.py) owns those.
+A task sees no rank, no optimizer and no cadence; those belong to the one loop (engine/loop.py).
 
 Shape legend: B batch, C channels, H W size.
 """
@@ -37,7 +37,7 @@ class StepOutput:
     Attributes:
         loss_B: (B,) fp32, weighted, differentiated.
         report: named (B,) or (B, n) fp32 tensors without gradient, for `after_step`; the means of the (B,) are logged.
-            Always holds `loss_raw`, the unweighted loss.
+            `loss_raw`, the unweighted loss, is always one of them.
         totals: named tensors of any shape without gradient, for `after_step`, summed over the global batch.
     """
 
@@ -77,8 +77,8 @@ class Phase:
 class Export:
     """One result of a run, in the form that other programs load.
 
-    `module` is whose weights are gathered from their shards (`whole`: the frozen ones too), averaged where the run has
-    an average; `write` writes the whole state dict, on rank 0 alone.
+    The weights of `module` (`whole`: the frozen ones too) are gathered from their shards, averaged where the run has an
+    average; `write` writes the state dict, on rank 0 alone.
     """
 
     module: nn.Module
@@ -123,16 +123,12 @@ class SampleSettings:
 
 
 class Painter(abc.ABC):
-    """Makes the pictures that show what a task has learned.
-
-    Attributes:
-        result: title of what `paint` returns.
-    """
+    """Makes sample pictures; `result` is the title of what `paint` returns."""
 
     result: str
 
     def beside(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Mapping[str, Tensor]:
-        """Return what is shown beside the result for B captioned images, (B, 3, h, w) in [0, 1], by title."""
+        """Return pictures to show beside the result for B captioned images, (B, 3, h, w) in [0, 1], by title."""
         return {}
 
     @abc.abstractmethod
@@ -141,8 +137,8 @@ class Painter(abc.ABC):
     ) -> Tensor:
         """Return pictures (B, 3, H, W) fp32 in [0, 1] on the device, for B prompts.
 
-        `image_BCHW` (B, 3, H, W) float in [0, 1] are the captions' own images, where there are any; a `guide`, a user's
-        images, takes their place. A ConfigError if pictures are missing, or not for this task.
+        `image_BCHW` (B, 3, H, W) float in [0, 1] are the captions' own images, replaced by a user's in `guide`. A
+        ConfigError if pictures are missing, or the task has no use for them.
         """
 
 
@@ -150,13 +146,12 @@ class Task(abc.ABC):
     """What trains, and how a batch becomes a loss. The constructor is cheap; ValueError: an option out of range.
 
     Attributes:
-        fits: what a stage must have one of for the task to train it: `Stage.abilities`, or names of stages.
+        fits: `Stage.abilities`, or names of stages, of which a stage must have one for the task to train it.
         trains_network: whether the stage's own network gets gradients (fp32 masters) or stays frozen.
         needs_image: whether samples follow an image even under prompts of the user's own.
-        denoises: whether it trains a network to denoise latents; else it cannot train from a cache, and paints nothing
-            from prompts.
+        denoises: whether it trains a network to denoise latents; else it cannot train from a cache or sample prompts.
         reconstructs: those of `fits` that it trains by objectives of pictures alone. Where there is one, such an
-            objective may put a task of its own in this one's place, for each of `fits`.
+            objective may replace this task, for each of `fits`.
         stage: from `attach` on.
         device: from `attach` on.
     """
@@ -174,10 +169,7 @@ class Task(abc.ABC):
         return self
 
     def check_stage(self, stage: Stage) -> None:
-        """Refuse options that mean nothing for a stage, which is constructed and not built yet (ConfigError).
-
-        A task extends this by what it takes of the stage's own options.
-        """
+        """Refuse options without use for a stage (ConfigError), which is constructed and not built yet."""
 
     def attach(self, stage: Stage, objective: Any, device: torch.device) -> None:
         """Take the built stage; a task extends this by what it freezes and adds. Called once, before sharding."""
@@ -190,25 +182,22 @@ class Task(abc.ABC):
         """Return the phases in the order in which they run within a step."""
 
     def sample_transform(self) -> SampleTransform | None:
-        """Return what the data workers make of each picture, before the model is built; None = nothing, the default."""
+        """Return the data workers' transform of each picture; None, the default = nothing. Called before the build."""
         return None
 
     def image_maker(self, stage: Stage, device: torch.device) -> ImageMaker | None:
-        """Return what makes the task's tensors in a cache from images on `device`; None = it needs none, the default.
+        """Return the maker of the task's tensors in a cache from images on `device`; None, the default = it has none.
 
         The stage has its encoders. A ConfigError where they are drawn anew each epoch, which a cache cannot hold.
         """
         return None
 
     def trained_parts(self) -> frozenset[str]:
-        """Return the encoders in which something trains, by their key below `model.`.
-
-        Called before the build, and after `check_stage`.
-        """
+        """Return the encoders in which something trains, by their key below `model.`. Called after `check_stage`."""
         return frozenset()
 
     def unbuilt_parts(self) -> frozenset[str]:
-        """Return the parts of the stage that the task does not need, which may include "network"."""
+        """Return the parts of the stage that the task does not need, perhaps "network"."""
         return frozenset()
 
     @abc.abstractmethod
@@ -219,28 +208,28 @@ class Task(abc.ABC):
     def measures(self, prepared: Any, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
         """Return measures of a prepared micro-batch of held-out samples, (B,) fp32 each, by name.
 
-        Equal samples and weights give equal numbers at every step. Without gradient. Must not sync. `logsnr` are noise
-        levels, for tasks that denoise.
+        A function of samples and weights alone, without gradient. Must not sync. `logsnr` are noise levels, for tasks
+        that denoise.
         """
 
     @abc.abstractmethod
     def painter(self, settings: SampleSettings, size: Sequence[int]) -> Painter:
-        """Return what paints pictures of (height, width) pixels with everything the task added."""
+        """Return the painter of pictures of (height, width) pixels, with everything the task added."""
 
     @abc.abstractmethod
     def exports(self) -> Mapping[str, Export]:
-        """Return what a run exports to `export/<name>`, by name."""
+        """Return the results that a run writes to `export/<name>`, by name."""
 
     def load_export(self, export: Path) -> None:
-        """Load what `exports` wrote to a run's `export/` onto the attached stage; a ConfigError if it does not fit.
+        """Load a run's `export/` onto the attached stage; a ConfigError if it does not fit.
 
-        Nothing by default: a network that trains is found by the stage itself, as its weights.
+        Nothing by default: a network that trains is loaded by the stage, as its weights.
         """
 
     def initial_average(self, source: str) -> Iterator[tuple[str, Tensor]]:
         """Yield name, with the root's in front, and whole fp32 value on the host of the tensors of `ema.weights`.
 
-        Called after sharding. A ConfigError where the average cannot start from weights of its own.
+        Called after sharding. A ConfigError where the average cannot have weights of its own.
         """
         raise ConfigError(
             f"ema.weights={source}: the average of a {type(self).__name__} starts from the weights that train; leave"
@@ -250,17 +239,17 @@ class Task(abc.ABC):
     def after_step(self, report: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Update the task's own state after an optimizer step, and return metrics of it, () each.
 
-        Collective: all ranks call it with equal values: each phase's `StepOutput.report` over the global batch, in its
+        Collective, with equal values on all ranks: each phase's `StepOutput.report` over the global batch, in its
         order, (G,) or (G, n) fp32, and its `totals`.
         """
         return {}
 
     def summary(self) -> str:
-        """Return how much of what the task added trains, for the start of the log; empty by default."""
+        """Describe what the task added, for the start of the log; empty by default."""
         return ""
 
     def notices(self, *, last: bool = False) -> list[str]:
-        """Return messages about the samples to log, each once, and totals at the `last` call; empty by default."""
+        """Return messages about the samples, each once, and totals at the `last` call; empty by default."""
         return []
 
     def state_dict(self) -> dict[str, Tensor]:

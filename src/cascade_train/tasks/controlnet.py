@@ -1,7 +1,5 @@
 """A control network beside a frozen network: samples follow a map that a filter makes of a picture.
 
-Must not live here: the loss (text_to_image.py), the family's control network and the filters (filters/).
-
 Shape legend: B batch, C channels of the map, H W image size, h w size of the map.
 """
 
@@ -20,7 +18,7 @@ from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, map_maker, transform_images
 from cascade_train.models.stage import Bottleneck, Conditions, Control, ControlOptions, Stage, Steering
-from cascade_train.options import File
+from cascade_train.options import File, check_share
 from cascade_train.tasks.base import Export, Guide, ImageMaker, Phase, Predictor
 from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage
 
@@ -42,8 +40,8 @@ class PreparedControl(PreparedBatch):
 class ControlNet(TextToImage):
     """Trains a control network; the stage's network is frozen, with its dropout off.
 
-    What a control network is, the stage's family says: of diffusers' UNet its `ControlNetModel` (Zhang et al. 2023),
-    a copy of the network's way down, which takes maps of the picture's size; grey ones become three equal channels.
+    Each family has its own: diffusers' UNet its `ControlNetModel` (Zhang et al. 2023), a copy of the network's way
+    down, which takes maps of the picture's size; grey ones become three equal channels.
 
     Args:
         filter: makes the maps of pictures.
@@ -76,8 +74,7 @@ class ControlNet(TextToImage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 <= self.control_drop_prob <= 1.0:
-            raise ValueError(f"control_drop_prob={self.control_drop_prob}: is a share of the samples, between 0 and 1")
+        check_share("control_drop_prob", self.control_drop_prob, "it is a share of the samples")
         if self.blocks is not None and (not self.blocks or len(set(self.blocks)) < len(self.blocks)):
             raise ValueError(
                 f"blocks={self.blocks}: names no block, or one twice; name each once, or null for the default"
@@ -127,7 +124,7 @@ class ControlNet(TextToImage):
         return self._transform
 
     def image_maker(self, stage: Stage, device: torch.device) -> ImageMaker:
-        """Return what makes `control`, the finished maps; a ConfigError for filters that draw."""
+        """Return the maker of `control`, the finished maps; a ConfigError for filters that draw."""
         if not self.filter.deterministic:
             raise ConfigError(
                 f"task.filter: {type(self.filter).__name__} draws another map of a picture each epoch, which a cache"
@@ -158,7 +155,7 @@ class ControlNet(TextToImage):
         return {name: self._copy(value) for name, value in tensors.items() if name.startswith("control_")}
 
     def steering(self, prepared: PreparedBatch, *, training: bool) -> Steering:
-        """Return what the control network adds under the maps, of which some are 0 in training."""
+        """Return what the maps add in the network, some 0 in training."""
         if not isinstance(prepared, PreparedControl):
             raise AssertionError("a batch that this task did not prepare")
         control_BCHW = prepared.control_BCHW
@@ -171,12 +168,12 @@ class ControlNet(TextToImage):
         """Return predictions under captions and pictures' maps, and these alone; a ConfigError if there are none."""
         if image_BCHW is None:
             raise ConfigError("a control network paints under an image; give image=… to filter, or control=…")
-        maps_BCHW = self._maps(image_BCHW, range(len(image_BCHW)))
-        return self.predictor_under(captions, None, self._control.steer(maps_BCHW), negative=negative)
+        steering = self._control.steer(self._maps(image_BCHW, range(len(image_BCHW))))
+        return self.predictor_under(captions, None, steering, negative=negative)
 
     @torch.no_grad()
     def guided_predictor(self, captions: Sequence[str], guide: Guide, negative: str = "") -> Predictor:
-        """Return predictions under captions and a user's pictures or maps; a ConfigError if those do not fit."""
+        """Return predictions under captions and a user's pictures or maps; a ConfigError if they do not fit."""
         if guide.image_BCHW is None:
             return self.predictor(captions, None, negative)
         given_BCHW, wanted = self._copy(guide.image_BCHW).float() / 255, self.filter.channels
@@ -188,7 +185,7 @@ class ControlNet(TextToImage):
                 f"{wanted}; give image=…, of which it makes them"
             )
         maps_BCHW = given_BCHW if guide.is_map else self._maps(given_BCHW, guide.numbers)
-        steering = scaled(self._control.steer(maps_BCHW), guide.strength)
+        steering = scale_steering(self._control.steer(maps_BCHW), guide.strength)
         return self.predictor_under(captions, self._variation(guide), steering, negative=negative)
 
     @torch.no_grad()
@@ -211,7 +208,7 @@ class ControlNet(TextToImage):
         self._control.load(str(export), key="from")
 
 
-def scaled(steering: Steering, strength: float) -> Steering:
+def scale_steering(steering: Steering, strength: float) -> Steering:
     """Return what a control network adds, times a factor."""
 
     def weaker(noised_BCHW: Tensor, timestep_ratio_B: Tensor, cond: Conditions) -> dict[int, Tensor]:

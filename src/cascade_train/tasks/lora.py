@@ -1,7 +1,4 @@
-"""Low-rank adapters on a frozen stage, and textual inversion: tokens of its text encoder.
-
-Must not live here: the loss (text_to_image.py), adapters (models/lora.py) and tokens (models/tokens.py) themselves.
-"""
+"""Low-rank adapters on a frozen stage, and textual inversion: tokens of its text encoder."""
 
 from __future__ import annotations
 
@@ -32,8 +29,8 @@ from cascade_train.models.lora import (
 from cascade_train.models.stage import Stage, below
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.models.tokens import put_tokens, train_tokens, trained_tokens
-from cascade_train.options import File
-from cascade_train.tasks.base import Export, Phase
+from cascade_train.options import File, check_above, check_least
+from cascade_train.tasks.base import Export
 from cascade_train.tasks.text_to_image import TextToImage
 
 
@@ -76,10 +73,8 @@ class LoRA(TextToImage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank < 1:
-            raise ValueError(f"rank={self.rank}: an adapter needs at least one column, give 1 or more")
-        if self.alpha <= 0:
-            raise ValueError(f"alpha={self.alpha}: the adapters' scale is alpha / rank, give a number above 0")
+        check_least("rank", self.rank, 1, "an adapter needs at least one column")
+        check_above("alpha", self.alpha, 0)
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout}: is a probability on the adapters' input, give one in [0, 1)")
         if self.train_tokens == []:
@@ -113,10 +108,10 @@ class LoRA(TextToImage):
         if self.weights is not None:
             self._load(self.weights, key="task.weights")
         self._spec = lora_spec(stage.network)
-        self.trains_conditions = bool(self._trained())
+        self.trains_conditions = bool(self.trained_towers())
 
-    def _trained(self) -> dict[str, TextEncoder]:
-        """Return the text encoders in which something trains."""
+    def trained_towers(self) -> dict[str, TextEncoder]:
+        """Return the text encoders in which something trains, by name."""
         encoders = self._encoders.items()
         return {name: each for name, each in encoders if any(p.requires_grad for p in each.module.parameters())}
 
@@ -136,24 +131,11 @@ class LoRA(TextToImage):
         )
         set_adapter_mode(module)
 
-    def phases(self) -> list[Phase]:
-        """Return the one phase; text encoders are roots besides the network where something in them trains.
-
-        Every trainable parameter must lie under a sharded root, else ranks would not share its gradient.
-        """
-        trained = self._trained()
-        units = {"network": self.stage.units(), **{name: each.units() for name, each in trained.items()}}
-        lrs = {name: each.lr for name, each in trained.items() if each.lr is not None}
-        return [Phase(name="train", modules=self._roots(), units=units, loss=self.loss, lrs=lrs)]
-
     def summary(self) -> str:
         """Count the adapted layers and the trained tokens."""
         layers = sum(1 for root in self._roots().values() for _ in adapted_layers(root))
         tokens = f", {len(self.train_tokens)} entries of train_tokens" if self.train_tokens else ""
         return f"{layers} adapted layers of rank {self.rank}{tokens}"
-
-    def _roots(self) -> dict[str, nn.Module]:
-        return {"network": self.stage.network, **{name: each.module for name, each in self._trained().items()}}
 
     def exports(self) -> Mapping[str, Export]:
         """Return `lora`, a peft folder with a single file beside it; both hold the trained tokens' whole rows."""
@@ -175,7 +157,7 @@ class LoRA(TextToImage):
 
     def _load_tower(self, name: str, state: Mapping[str, Tensor], tokens: TrainedTokens | None, origin: str) -> None:
         if name not in self.stage.text_encoders():
-            raise ConfigError(f"{origin}: holds something of a second text encoder, and {self.stage.name} has one")
+            raise ConfigError(f"{origin}: contains {name} weights, and {self.stage.name} has one text encoder")
         if state and self.text_encoder_filters is None:
             raise ConfigError(
                 f"{origin}: holds adapters of the text encoder; set task.text_encoder_filters to the modules "

@@ -1,7 +1,5 @@
 """Base of the objectives and tasks that score pictures themselves, and denoise nothing.
 
-Must not live here: any one of them (autoencoding.py, preview.py).
-
 Shape legend: B batch, H W image size.
 """
 
@@ -10,7 +8,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,23 +20,20 @@ from cascade_train.models.stage import Stage
 from cascade_train.options import check_choice
 from cascade_train.tasks.base import Draws, Guide, Painter, SampleSettings, Task
 
-if TYPE_CHECKING:
-    from cascade_train.tasks.reconstruction import Reconstruction
-
 
 @dataclass(kw_only=True, eq=False)
 class PictureObjective(abc.ABC):
-    """An objective that scores pictures by their pixels, among other things, and has a task of its own.
+    """An objective that scores pictures by their pixels, among other things, and replaces `task=reconstruction`.
 
-    That task replaces `task=reconstruction`. A new kind is one file, with a subclass and its task, and one YAML.
+    A new kind is one file, with a subclass and its task, and one YAML.
 
     Args:
         pixel: distance between pixels, l1 (absolute) or l2 (squared).
 
     Attributes:
         denoises: whether it trains a network to denoise latents.
-        fits: what a stage must have one of, see `Task.fits`.
-        options: options of `task=reconstruction` that mean something here; others must be left out.
+        fits: see `Task.fits`.
+        options: options of `task=reconstruction` that it uses; others must be left out.
     """
 
     denoises: ClassVar[bool] = False
@@ -51,8 +46,8 @@ class PictureObjective(abc.ABC):
         check_choice("pixel", self.pixel, ("l1", "l2"))
 
     @abc.abstractmethod
-    def task(self, reconstruction: Reconstruction) -> Task:
-        """Return the task that trains by this objective, in place of the chosen one. Cheap."""
+    def task(self, reconstruction: Any) -> Task:
+        """Return the task that trains by this objective, of the options of `task=reconstruction`. Cheap."""
 
     def pixels(self, image_BCHW: Tensor, original_BCHW: Tensor, mask_B1HW: Tensor | None = None) -> Tensor:
         """Return the mean distance of pixels, (B,) fp32, of pictures (B, 3, H, W), weighted by a mask (B, 1, H, W)."""
@@ -69,19 +64,17 @@ class PreparedPictures:
         image_BCHW: (B, 3, H, W) fp32 in [0, 1].
         mask_B1HW: (B, 1, H, W) fp32 in [0, 1], weight of each place; None = 1 everywhere.
         weight_B: (B,) fp32 weight of each sample's loss; None = 1 each.
+        made_BCHW: (B, 3, H, W) reconstructions of the first phase, for a discriminator; None = not made yet.
     """
 
     image_BCHW: Tensor
     mask_B1HW: Tensor | None = None
     weight_B: Tensor | None = None
+    made_BCHW: Tensor | None = None
 
 
 class PictureTask(Task):
-    """Base of the tasks that are scored by pictures.
-
-    Attributes:
-        result: title of the pictures that samples show.
-    """
+    """Base of the tasks that are scored by pictures; `result` is the title of its samples."""
 
     denoises = False
     needs_image = True
@@ -105,12 +98,12 @@ class PictureTask(Task):
         )
 
     def painter(self, settings: SampleSettings, size: Sequence[int]) -> Painter:
-        """Return what shows pictures after a round trip through latents, without a sampler."""
+        """Return the painter of a round trip through latents, without a sampler."""
         return RoundTrip(self.stage, self.result)
 
 
 class RoundTrip(Painter):
-    """Shows what a stage's latents keep of pictures: encodes and decodes them."""
+    """Encodes pictures to latents and decodes those."""
 
     def __init__(self, stage: Stage, result: str) -> None:
         self.stage, self.result = stage, result

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from cascade_train.batch import Batch
-from cascade_train.models.formats.export import save_part
-from cascade_train.models.formats.weights import load_module
 from cascade_train.models.image_quality import image_quality
 from cascade_train.models.stage import Stage
+from cascade_train.options import check_least
 from cascade_train.tasks.base import Export, Phase, StepOutput, Task, weighted
 from cascade_train.tasks.pictures import PictureObjective, PictureTask, PreparedPictures
-from cascade_train.tasks.reconstruction import COMPRESSOR, Reconstruction
+from cascade_train.tasks.reconstruction import COMPRESSOR, children, load_parts, part_exports, parts_of
 
 PREVIEWER = "previewer"
 """Name among the stage's parts, the phase's modules and the exports."""
@@ -46,30 +45,22 @@ class Preview(PictureObjective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.latent_noise < 0.0:
-            raise ValueError(f"latent_noise={self.latent_noise}: is a standard deviation, give 0 or more")
+        check_least("latent_noise", self.latent_noise, 0.0, "it is a standard deviation")
 
-    def task(self, reconstruction: Reconstruction) -> Task:
+    def task(self, reconstruction: Any) -> Task:
         """Return the training of a previewer."""
         return Previewing(self, train_compressor=reconstruction.train_compressor)
 
 
 @dataclass(kw_only=True)
 class PreparedLatentNoise(PreparedPictures):
-    """A micro-batch of pictures with the noise of their latents.
-
-    Attributes:
-        noise_BCHW: (B, C, H / 32, W / 32) fp32 standard normal; None = no noise.
-    """
+    """A micro-batch with noise of the latents, (B, C, H / 32, W / 32) fp32 standard normal; None = no noise."""
 
     noise_BCHW: Tensor | None
 
 
 class Previewing(PictureTask):
-    """Trains every weight of Stage C's previewer on the latents of its compressor.
-
-    With the compressor, the two are an autoencoder.
-    """
+    """Trains every weight of a previewer on the latents of its compressor, which may train along."""
 
     fits = ("previewer",)
     result = "preview"
@@ -93,11 +84,12 @@ class Previewing(PictureTask):
         for root in self._roots().values():
             root.requires_grad_(requires_grad=True)
 
+    def _roots(self) -> dict[str, nn.Module]:
+        return parts_of(self.stage, self.trained_parts())
+
     def phases(self) -> list[Phase]:
         """Return the one phase; the compressor is its second root where it trains."""
-        roots = self._roots()
-        units = {name: [[child] for child in root.children()] for name, root in roots.items()}
-        return [Phase(name="train", modules=roots, units=units, loss=self.loss)]
+        return [Phase(name="train", modules=self._roots(), units=children(self._roots()), loss=self.loss)]
 
     def prepare_batch(self, batch: Batch) -> PreparedLatentNoise:
         """Draw the latents' noise, and copy to the device."""
@@ -133,13 +125,8 @@ class Previewing(PictureTask):
 
     def exports(self) -> Mapping[str, Export]:
         """Return `previewer`, which `model.previewer.weights` takes, and a compressor that trained along."""
-        return {name: Export(module=root, write=save_part) for name, root in self._roots().items()}
+        return part_exports(self._roots())
 
     def load_export(self, export: Path) -> None:
         """Load the previewer, and a compressor that trained along."""
-        for part, root in self._roots().items():
-            device = next(root.parameters()).device
-            load_module(root, str(export), dtype=torch.float32, device=device, key="from", part=part)
-
-    def _roots(self) -> dict[str, nn.Module]:
-        return {part: getattr(self.stage, part).module for part in sorted(self.trained_parts())}
+        load_parts(self._roots(), export)

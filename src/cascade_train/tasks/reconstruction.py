@@ -1,14 +1,11 @@
-"""Training of what turns latents back into images: Stage B's network, or what an objective of pictures trains.
-
-Must not live here: the loss (text_to_image.py), and what trains by other objectives (autoencoding.py, preview.py).
-"""
+"""Training of a network that reconstructs images from latents, or of what an objective of pictures trains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +29,9 @@ COND_DROP_PROB = 0.05
 class Reconstruction(WholeNetwork):
     """Trains every weight of Stage B's network to reconstruct images from their semantic latents and captions.
 
-    An objective of pictures replaces this task by its own: `objective=vqgan` trains Stage A,
-    `objective=autoencoder_kl` a KL autoencoder, `objective=preview` Stage C's previewer. The semantic
-    compressor may train along with Stage B, as in Würstchen (Pernias et al. 2023), or with a previewer; Stage C is
-    trained on its latents afterwards.
+    An objective of pictures replaces this task: `objective=vqgan` trains Stage A, `objective=autoencoder_kl` a KL
+    autoencoder, `objective=preview` Stage C's previewer. The semantic compressor may train along with Stage B, as in
+    Würstchen (Pernias et al. 2023), or with a previewer; Stage C is trained on its latents afterwards.
 
     Args:
         cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1]; null = 0.05. For Stage
@@ -81,23 +77,22 @@ class Reconstruction(WholeNetwork):
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
         """Take the built stage; unfreeze its compressor if that trains."""
         super().attach(stage, objective, device)
-        if self.train_compressor:
-            self._compressor().requires_grad_(requires_grad=True)
+        for compressor in self._parts().values():
+            compressor.requires_grad_(requires_grad=True)
             self.trains_conditions = True
+
+    def _parts(self) -> dict[str, nn.Module]:
+        return parts_of(self.stage, self.trained_parts())
 
     def phases(self) -> list[Phase]:
         """Return the one phase; the compressor is its second root where it trains."""
         [phase] = super().phases()
-        if not self.train_compressor:
-            return [phase]
-        compressor = self._compressor()
-        units = {**phase.units, COMPRESSOR: [[child] for child in compressor.children()]}
-        return [replace(phase, modules={**phase.modules, COMPRESSOR: compressor}, units=units)]
+        parts = self._parts()
+        return [replace(phase, modules={**phase.modules, **parts}, units={**phase.units, **children(parts)})]
 
     def exports(self) -> Mapping[str, Export]:
-        """Return what Stage B writes of its network, and a compressor that trained along."""
-        compressor = {COMPRESSOR: Export(module=self._compressor(), write=save_part)} if self.train_compressor else {}
-        return {**super().exports(), **compressor}
+        """Return the stage's exports, and a compressor that trained along."""
+        return {**super().exports(), **part_exports(self._parts())}
 
     def initial_average(self, source: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of another network of this size; a ConfigError where the compressor trains along."""
@@ -110,10 +105,26 @@ class Reconstruction(WholeNetwork):
 
     def load_export(self, export: Path) -> None:
         """Load a compressor that trained along."""
-        if self.train_compressor:
-            module = self._compressor()
-            device = next(module.parameters()).device
-            load_module(module, str(export), dtype=torch.float32, device=device, key="from", part=COMPRESSOR)
+        load_parts(self._parts(), export)
 
-    def _compressor(self) -> nn.Module:
-        return cast(nn.Module, cast(Any, self.stage).semantic_compressor.module)
+
+def parts_of(stage: Stage, names: Iterable[str]) -> dict[str, nn.Module]:
+    """Return the modules of a stage's parts, by name."""
+    return {name: getattr(stage, name).module for name in sorted(names)}
+
+
+def children(parts: Mapping[str, nn.Module]) -> dict[str, list[list[nn.Module]]]:
+    """Return the children of each part, which shard one by one, see `Phase.units`."""
+    return {name: [[child] for child in module.children()] for name, module in parts.items()}
+
+
+def part_exports(parts: Mapping[str, nn.Module]) -> dict[str, Export]:
+    """Return the exports of parts that train, by name."""
+    return {name: Export(module=module, write=save_part) for name, module in parts.items()}
+
+
+def load_parts(parts: Mapping[str, nn.Module], export: Path) -> None:
+    """Load parts in place from a run's `export/`."""
+    for name, module in parts.items():
+        device = next(module.parameters()).device
+        load_module(module, str(export), dtype=torch.float32, device=device, key="from", part=name)

@@ -1,7 +1,6 @@
-"""Denoising with captions and images as conditions: what every diffusion task on captioned images shares.
+"""Base of the diffusion tasks on captioned images: random draws, loss, evaluation, prediction, and samples.
 
-Lives here: the draws about a sample, the loss, evaluation, prediction, and pictures from noise. Must not live here:
-which parameters train (one file per task), and noise, loss and sampler themselves (diffusion/).
+Must not live here: which parameters train (one file per task), and noise, loss and sampler themselves (diffusion/).
 
 Shape legend: B batch, G samples of the global batch, C channels, H W image or latent size, L text tokens.
 """
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
 from cascade_train.batch import Batch
@@ -21,6 +20,8 @@ from cascade_train.diffusion.objective import Diffused, Objective
 from cascade_train.diffusion.sampler import ImageNoise, sample
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.stage import Conditions, Images, Products, Stage, Steering, Tokens
+from cascade_train.models.text_encoder import TextEncoder
+from cascade_train.options import check_share
 from cascade_train.tasks.base import (
     Draws,
     Guide,
@@ -39,18 +40,18 @@ class PreparedBatch:
     """A micro-batch with every random choice made, on the device.
 
     Attributes:
-        image_BCHW: (B, 3, H, W) uint8 in [0, 255]; None where `cached` stands for it.
+        image_BCHW: (B, 3, H, W) uint8 in [0, 255]; None where there is `cached` instead.
         tokens: of the whole captions, (B, L) each.
         drop_caption_B: (B,) bool, whose caption becomes the empty one in training.
         keep_image_B: (B,) bool on the host, whose image is a condition in training.
-        timestep_B: (B,) fp32 uniform in [0, 1), which determines the noise level.
+        timestep_B: (B,) fp32 uniform in [0, 1), determines the noise level.
         noise_BCHW: (B, C, H, W) fp32 standard normal, in the latent's shape.
-        offset_BC11: (B, C, 1, 1) fp32 standard normal; None where the objective has no offset noise.
+        offset_BC11: (B, C, 1, 1) fp32 standard normal; None = no offset noise.
         weight_B: (B,) fp32 weight of each sample's loss; None = 1 each.
-        drawn: the stage's own choices, see `Stage.draw`.
+        drawn: of `Stage.draw`.
         cached: products of the images, from a cache.
         mask_B1HW: (B, 1, H, W) fp32 in [0, 1], weight of each place of the latents; None = 1 everywhere.
-        perturbation_BCHW: (B, C, H, W) fp32 standard normal; None where the objective does not perturb its input.
+        perturbation_BCHW: (B, C, H, W) fp32 standard normal; None = the objective does not perturb its input.
     """
 
     image_BCHW: Tensor | None
@@ -59,7 +60,7 @@ class PreparedBatch:
     keep_image_B: Tensor
     timestep_B: Tensor
     noise_BCHW: Tensor
-    offset_BC11: Tensor | None
+    offset_BC11: Tensor | None = None
     weight_B: Tensor | None = None
     drawn: Any = None
     cached: Products = field(default_factory=dict)
@@ -68,7 +69,7 @@ class PreparedBatch:
 
     @property
     def images(self) -> Images:
-        """(B, 3, H, W) float in [0, 1], or what a cache holds in their place."""
+        """(B, 3, H, W) float in [0, 1], or their cached products."""
         return self.cached if self.image_BCHW is None else self.image_BCHW.float() / 255
 
 
@@ -89,16 +90,15 @@ class TextToImage(Task):
     image_keep_prob: float | None
 
     def __post_init__(self) -> None:
-        for key, share in (("cond_drop_prob", self.cond_drop_prob), ("image_keep_prob", self.image_keep_prob)):
-            if share is not None and not 0.0 <= share <= 1.0:
-                raise ValueError(f"{key}={share}: is a share of the samples, give a number between 0 and 1")
+        check_share("cond_drop_prob", self.cond_drop_prob, "it is a share of the samples")
+        check_share("image_keep_prob", self.image_keep_prob or 0.0, "it is a share of the samples")
         self.objective: Objective
         self._image_keep_prob: float
         self._empty_tokens: Tokens
         self.trains_conditions = False
 
     def check_stage(self, stage: Stage) -> None:
-        """Refuse a share of images as conditions where they are none, and text towers that are to train and cannot."""
+        """Refuse a share of images where they are no condition, and text towers that cannot train."""
         super().check_stage(stage)
         for name, encoder in stage.text_encoders().items():
             if encoder.train and not self.trains_network:
@@ -121,30 +121,43 @@ class TextToImage(Task):
         self._image_keep_prob = stage.image_keep_prob if self.image_keep_prob is None else self.image_keep_prob
         self._empty_tokens = self._tokens([""])
 
+    def trained_towers(self) -> dict[str, TextEncoder]:
+        """Return the text towers in which something trains, by name; none by default."""
+        return {}
+
+    def _roots(self) -> dict[str, nn.Module]:
+        return {"network": self.stage.network, **{name: each.module for name, each in self.trained_towers().items()}}
+
     def phases(self) -> list[Phase]:
-        """Return the one phase, whose root is the stage's network."""
-        modules, units = {"network": self.stage.network}, {"network": self.stage.units()}
-        return [Phase(name="train", modules=modules, units=units, loss=self.loss)]
+        """Return the one phase, whose roots are the network and the text towers that train.
+
+        Every trainable parameter must lie under a sharded root, else ranks would not share its gradient.
+        """
+        towers = self.trained_towers()
+        units = {"network": self.stage.units(), **{name: each.units() for name, each in towers.items()}}
+        lrs = {name: each.lr for name, each in towers.items() if each.lr is not None}
+        return [Phase(name="train", modules=self._roots(), units=units, loss=self.loss, lrs=lrs)]
 
     def prepare_batch(self, batch: Batch) -> PreparedBatch:
         """Draw noise level, noise and dropped conditions, tokenize, and copy to the device."""
-        shape = self._latent_shape(batch)
-        offset_BC11 = batch.normal("offset_noise", (shape[0], 1, 1)) if self.objective.offset_noise else None
+        objective, shape, further = self.objective, self._latent_shape(batch), dict[str, Tensor]()
+        if objective.offset_noise:
+            further["offset_BC11"] = self._copy(batch.normal("offset_noise", (shape[0], 1, 1)))
+        if objective.input_perturbation:
+            further["perturbation_BCHW"] = self._copy(batch.normal("input_perturbation", shape))
+        if "mask" in batch.tensors:
+            further["mask_B1HW"] = latent_mask(self._copy(batch.tensors["mask"]), shape)
         return PreparedBatch(
             image_BCHW=None if batch.image_BCHW is None else self._copy(batch.image_BCHW),
             tokens=self._tokens(batch.captions),
             drop_caption_B=self._copy(batch.uniform("caption_drop") < self.cond_drop_prob),
             keep_image_B=batch.uniform("image_keep") < self._image_keep_prob,
             timestep_B=self._copy(batch.uniform("timestep")),
-            noise_BCHW=self._copy(self.objective.draw_noise(batch.generators("noise"), shape)),
-            offset_BC11=None if offset_BC11 is None else self._copy(offset_BC11),
+            noise_BCHW=self._copy(objective.draw_noise(batch.generators("noise"), shape)),
             weight_B=None if batch.weight_B is None else self._copy(batch.weight_B),
             drawn=self.stage.draw(batch),
             cached={n: self._copy(batch.tensors[n]) for n in self.stage.image_products if n in batch.tensors},
-            mask_B1HW=None if "mask" not in batch.tensors else latent_mask(self._copy(batch.tensors["mask"]), shape),
-            perturbation_BCHW=self._copy(batch.normal("input_perturbation", shape))
-            if self.objective.input_perturbation
-            else None,
+            **further,
         )
 
     def _latent_shape(self, batch: Batch) -> tuple[int, int, int]:
@@ -169,7 +182,7 @@ class TextToImage(Task):
             diffused = self.objective.diffuse(x0_BCHW, *noise, **further)
         steering = self.steering(prepared, training=True)
         pred_BCHW = self._predict(diffused.noised, diffused.timestep_ratio_B, cond, steering)
-        loss_B, loss_raw_B = self._scored(pred_BCHW, diffused, prepared)
+        loss_B, loss_raw_B = self._losses(pred_BCHW, diffused, prepared)
         self.objective.after_micro_batch(diffused.logsnr_B, loss_raw_B)
         report = {"loss_raw": loss_raw_B.detach(), "logsnr": diffused.logsnr_B}
         return StepOutput(loss_B=weighted(loss_B, prepared.weight_B), report=report)
@@ -184,8 +197,7 @@ class TextToImage(Task):
     def evaluate(self, prepared: PreparedBatch, logsnr: float) -> Tensor:
         """Return the unweighted loss (B,) fp32 of a prepared micro-batch at one noise level.
 
-        The noise is the batch's own and no caption is dropped: equal samples give equal numbers at every step. An image
-        is a condition only where the stage needs one.
+        The noise is the batch's own and no caption is dropped; an image is a condition only where the stage needs one.
         """
         images = prepared.images
         x0_BCHW = self.stage.encode(images)
@@ -194,9 +206,9 @@ class TextToImage(Task):
         cond = self.stage.conditions(prepared.tokens, images if self.stage.needs_image else None)
         steering = self.steering(prepared, training=False)
         pred_BCHW = self._predict(diffused.noised, diffused.timestep_ratio_B, cond, steering)
-        return self._scored(pred_BCHW, diffused, prepared)[1]
+        return self._losses(pred_BCHW, diffused, prepared)[1]
 
-    def _scored(self, pred_BCHW: Tensor, diffused: Diffused, prepared: PreparedBatch) -> tuple[Tensor, Tensor]:
+    def _losses(self, pred_BCHW: Tensor, diffused: Diffused, prepared: PreparedBatch) -> tuple[Tensor, Tensor]:
         """Return the weighted and unweighted losses, (B,) each; a RunError where the objective's have another shape."""
         losses = self.objective.loss(pred_BCHW, diffused, prepared.mask_B1HW)
         if any(each.shape != pred_BCHW.shape[:1] for each in losses):
@@ -207,7 +219,7 @@ class TextToImage(Task):
         return losses
 
     def steering(self, prepared: PreparedBatch, *, training: bool) -> Steering | None:
-        """Return what is added in the network under a batch's maps, some dropped in training; None = nothing."""
+        """Return what a batch's maps add in the network, some dropped in training; None = nothing."""
         return None
 
     def _predict(
@@ -217,14 +229,11 @@ class TextToImage(Task):
         return self.stage.predict(noised_BCHW, timestep_ratio_B, cond, control)
 
     def painter(self, settings: SampleSettings, size: Sequence[int]) -> DiffusionPainter:
-        """Return what denoises latents of pictures of (height, width) pixels and decodes them."""
+        """Return the painter that denoises latents of pictures of (height, width) pixels and decodes them."""
         return DiffusionPainter(task=self, settings=settings, shape=self.stage.latent_shape(*size))
 
     def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None, negative: str = "") -> Predictor:
-        """Return predictions under B prompts and, where the stage needs them, their images, and without both.
-
-        Without a prompt is under `negative`, which guidance leads away from.
-        """
+        """Return predictions under B prompts and, where the stage needs them, their images, and under `negative`."""
         if self.stage.needs_image and image_BCHW is None:
             raise ConfigError(
                 f"{self.stage.name} reconstructs images and cannot paint from prompts alone: leave sample.prompts=null,"
@@ -239,12 +248,11 @@ class TextToImage(Task):
     ) -> Predictor:
         """Return predictions under B captions and images, and under `negative` alone, from one forward pass.
 
-        Images are (B, 3, H, W) float in [0, 1], or the stage's products of them; None = none. `steering` is of both
-        predictions.
+        Images are (B, 3, H, W) float in [0, 1], or their products; None = none. `steering` is in both predictions.
         """
         tokens = self._tokens([*captions, *[negative] * len(captions)])
         keep_B = torch.arange(2 * len(captions)) < len(captions)
-        cond = self.stage.conditions(tokens, None if images is None else _twice(images), keep_B)
+        cond = self.stage.conditions(tokens, None if images is None else _repeat_twice(images), keep_B)
 
         @torch.no_grad()
         def predict(noised_BCHW: Tensor, timestep_ratio_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,7 +263,7 @@ class TextToImage(Task):
         return predict
 
     def guided_predictor(self, captions: Sequence[str], guide: Guide, negative: str = "") -> Predictor:
-        """Return predictions under B captions and a user's images; a ConfigError for those that the stage ignores."""
+        """Return predictions under B captions and a user's images; a ConfigError for images without use."""
         if guide.semantic_BCHW is not None:
             return self.predictor_under(captions, {"effnet": guide.semantic_BCHW.to(self.device)}, negative=negative)
         if guide.image_BCHW is None and not self.stage.needs_image:
@@ -277,7 +285,7 @@ class TextToImage(Task):
         return {}
 
     def after_step(self, report: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Let the objective adapt to (G,) losses and noise levels of the global batch; a ConfigError without them."""
+        """Adapt the objective to (G,) losses and noise levels of the global batch; a ConfigError without them."""
         if missing := {"logsnr", "loss_raw"} - report.keys():
             raise ConfigError(
                 f"task: {type(self).__name__}.loss reports no {' and no '.join(sorted(missing))}, to which the "
@@ -331,22 +339,22 @@ class DiffusionPainter(Painter):
         self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
     ) -> Tensor:
         """Return sampled latents (B, C, H, W) fp32 for B prompts; see `paint`."""
-        negative = self.settings.negative_prompt
+        task, settings = self.task, self.settings
         if guide is None:
-            predictor = self.task.predictor(captions, image_BCHW, negative)
+            predictor = task.predictor(captions, image_BCHW, settings.negative_prompt)
         else:
-            predictor = self.task.guided_predictor(captions, guide, negative)
+            predictor = task.guided_predictor(captions, guide, settings.negative_prompt)
         noise = self._noise(draws("sample"))
         start = {} if guide is None or guide.start_BCHW is None else self._start(guide.start_BCHW, guide, noise)
         return sample(
             predictor,
-            objective=self.task.objective,
+            objective=task.objective,
             noise=noise,
-            shift=self.settings.shift,
-            guidance_scale=self.settings.guidance_scale,
-            guidance_rescale=self.task.stage.guidance_rescale,
-            sampler=self.settings.sampler,
-            **({"steps": self.settings.steps} | start),
+            shift=settings.shift,
+            guidance_scale=settings.guidance_scale,
+            guidance_rescale=task.stage.guidance_rescale,
+            sampler=settings.sampler,
+            **({"steps": settings.steps} | start),
         )
 
     def _noise(self, generators: list[torch.Generator]) -> ImageNoise:
@@ -357,35 +365,34 @@ class DiffusionPainter(Painter):
 
         From Stable Cascade, image_to_image.ipynb.
         """
-        x0_BCHW = self.task.stage.encode(image_BCHW.to(self.task.device).float() / 255)
-        time_B = torch.full((len(x0_BCHW),), guide.start_strength, device=self.task.device)
-        logsnr_B = self.task.objective.schedule(time_B, shift=self.settings.shift)
+        objective, device = self.task.objective, self.task.device
+        x0_BCHW = self.task.stage.encode(image_BCHW.to(device).float() / 255)
+        logsnr_B = objective.schedule(
+            x0_BCHW.new_full((len(x0_BCHW),), guide.start_strength), shift=self.settings.shift
+        )
         return {
-            "x_init": self.task.objective.diffuse_at(x0_BCHW, noise(), logsnr_B).noised,
+            "x_init": objective.diffuse_at(x0_BCHW, noise(), logsnr_B).noised,
             "t_start": guide.start_strength,
             "steps": max(1, round(self.settings.steps * guide.start_strength)),
         }
 
     def _one_step(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Tensor:
-        x0_BCHW = self.task.stage.encode(image_BCHW)
-        diffused = self.task.objective.diffuse_at(
-            x0_BCHW, self._noise(draws("one_step"))(), x0_BCHW.new_zeros(len(x0_BCHW))
-        )
-        pred_BCHW, _ = self.task.predictor(captions, image_BCHW)(diffused.noised, diffused.timestep_ratio_B)
-        return self.task.stage.decode(self.task.objective.x0(pred_BCHW, diffused.noised, diffused.logsnr_B))
+        task, objective = self.task, self.task.objective
+        x0_BCHW = task.stage.encode(image_BCHW)
+        noise_BCHW, medium_B = self._noise(draws("one_step"))(), x0_BCHW.new_zeros(len(x0_BCHW))
+        diffused = objective.diffuse_at(x0_BCHW, noise_BCHW, medium_B)
+        pred_BCHW, _ = task.predictor(captions, image_BCHW)(diffused.noised, diffused.timestep_ratio_B)
+        return task.stage.decode(objective.x0(pred_BCHW, diffused.noised, diffused.logsnr_B))
 
 
-def _twice(images: Images) -> Images:
+def _repeat_twice(images: Images) -> Images:
     if isinstance(images, Tensor):
         return images.repeat(2, 1, 1, 1)
     return {name: value.repeat(2, *[1] * (value.dim() - 1)) for name, value in images.items()}
 
 
 def latent_mask(mask_B1HW: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the mean of a uint8 mask over each place of latents (C, H, W), (B, 1, H, W) fp32 in [0, 1].
-
-    An fp32 mask, as a cache holds it, is returned unchanged.
-    """
+    """Return the mean of a uint8 mask over each place of latents (C, H, W), (B, 1, H, W) fp32 in [0, 1]; fp32 as is."""
     if mask_B1HW.dtype != torch.uint8:
         return mask_B1HW
     return adaptive_avg_pool2d(mask_B1HW.float() / 255, (shape[1], shape[2]))

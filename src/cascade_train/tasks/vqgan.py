@@ -1,7 +1,5 @@
 """Training of an autoencoder with a codebook, such as Stage A, and the upkeep of that codebook.
 
-Must not live here: what all autoencoders share (autoencoding.py).
-
 Shape legend: B batch, G samples of the global batch, C latent channels, H W image size, h w latent size, K codes.
 """
 
@@ -26,11 +24,9 @@ from cascade_train.tasks.autoencoding import (
     AutoencoderObjective,
     AutoencoderTask,
     Perceptual,
-    PreparedReconstructions,
 )
 from cascade_train.tasks.base import Draws, SampleSettings, StepOutput, Task, weighted
-from cascade_train.tasks.pictures import RoundTrip
-from cascade_train.tasks.reconstruction import Reconstruction
+from cascade_train.tasks.pictures import PreparedPictures, RoundTrip
 
 __all__ = ["Adversarial", "Perceptual"]
 """Named by saved configurations as members of this file."""
@@ -68,7 +64,7 @@ class Vqgan(AutoencoderObjective):
         if self.revive_after_steps is not None:
             check_within("revive_after_steps", self.revive_after_steps, 1, MAX_STEP)
 
-    def task(self, reconstruction: Reconstruction) -> Task:
+    def task(self, reconstruction: Any) -> Task:
         """Return the training of Stage A."""
         return Autoencoding(self)
 
@@ -80,7 +76,7 @@ class Vqgan(AutoencoderObjective):
 
 
 @dataclass(kw_only=True)
-class PreparedImages(PreparedReconstructions):
+class PreparedImages(PreparedPictures):
     """A micro-batch of pictures with the random choices of Stage A's training.
 
     Attributes:
@@ -116,7 +112,7 @@ class Autoencoding(AutoencoderTask):
         )
 
     def reconstruct(self, prepared: PreparedImages) -> Any:
-        """Return what the network makes of a micro-batch, from codes where those were drawn."""
+        """Return the network's reconstructions of a micro-batch, from codes in the samples drawn for them."""
         return self.stage.network(prepared.image_BCHW, quantised_B=prepared.quantised_B)
 
     def loss(self, prepared: PreparedImages) -> StepOutput:
@@ -139,7 +135,7 @@ class Autoencoding(AutoencoderTask):
     def measures(self, prepared: PreparedImages, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
         """Return the distance of pixels, PSNR and SSIM of reconstructions, and the PSNR of quantised ones.
 
-        A mask counts in the distance alone. A `scale_factor` of `latent_rms` gives latents of about unit variance.
+        Only the distance uses a mask. A `scale_factor` of `latent_rms` gives latents of about unit variance.
         """
         image_BCHW = prepared.image_BCHW
         made = self.stage.network(image_BCHW)
@@ -152,7 +148,7 @@ class Autoencoding(AutoencoderTask):
         }
 
     def painter(self, settings: SampleSettings, size: Sequence[int]) -> Reconstructor:
-        """Return what shows reconstructions from latents, and beside them from codes; samplers have no part in it."""
+        """Return the painter of reconstructions from latents, and beside them from codes, without a sampler."""
         return Reconstructor(self.stage, self.result)
 
     def after_step(self, report: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -177,7 +173,7 @@ class Autoencoding(AutoencoderTask):
 
 
 class Reconstructor(RoundTrip):
-    """Shows pictures after a round trip through encoder and decoder."""
+    """Shows reconstructions from codes too."""
 
     def beside(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Mapping[str, Tensor]:
         """Return reconstructions from codes alone."""
@@ -192,7 +188,7 @@ def count_codes(index: Tensor, entries: int) -> Tensor:
 
 
 def unused_since(unused_K: Tensor, count_K: Tensor) -> Tensor:
-    """Return for how many steps each code has not been chosen, (K,) int64, after a step that chose it so often."""
+    """Return the steps since each code was chosen, (K,) int64, after a step that chose it so often."""
     return torch.where(count_K > 0, 0, unused_K + 1)
 
 
@@ -200,10 +196,10 @@ def unused_since(unused_K: Tensor, count_K: Tensor) -> Tensor:
 def revive(weight: nn.Parameter, unused_K: Tensor, candidate_GC: Tensor, *, after_steps: int) -> Tensor:
     """Replace codes that have not been chosen for `after_steps` steps by candidates, the lowest numbers first.
 
-    The i-th dead code takes the i-th candidate; more dead codes than candidates wait. The same on every rank; sends
-    nothing and waits for no device. `weight` is (K, C), whole or this rank's shard; `unused_K` (K,) int64, for how many
-    steps each code has not been chosen; `candidate_GC` (G, C) fp32 latents of the step's global batch. Returns
-    `unused_K`, 0 for codes that were replaced.
+    The i-th dead code takes the i-th candidate; more dead codes than candidates wait. The same on every rank, without
+    communication or synchronisation. `weight` is (K, C), whole or this rank's shard; `unused_K` (K,) int64, the steps
+    since each code was chosen; `candidate_GC` (G, C) fp32 latents of the step's global batch. Returns `unused_K`, 0 for
+    codes that were replaced.
     """
     dead_K = unused_K >= after_steps
     place_K = dead_K.long().cumsum(0) - 1
@@ -216,7 +212,7 @@ def revive(weight: nn.Parameter, unused_K: Tensor, candidate_GC: Tensor, *, afte
 
 
 def _own_rows(weight: nn.Parameter, whole: Tensor) -> Tensor:
-    """Return this rank's rows of a tensor that every rank has whole; nothing is sent."""
+    """Return this rank's rows of a tensor that every rank has whole, without communication."""
     if not isinstance(weight, DTensor):
         return whole
     return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()

@@ -48,10 +48,7 @@ def test_joined_sources_with_captions_of_their_own_are_refused_without_captions(
 def test_more_unreadable_pictures_than_the_run_allows_end_the_work():
     refuse_unreadable(["a", "b", "c"], 10, 0.0)
     refuse_unreadable(["x"] * 13, 1000, 0.01)
-    with pytest.raises(
-        RunError,
-        match="14 of 1000 samples are unreadable, more than data.max_unreadable_share=0.01 allows: x; x.*_share=0.02",
-    ):
+    with pytest.raises(RunError, match="14 of 1000 .* data.max_unreadable_share=0.01 allows: x; x.*_share=0.02"):
         refuse_unreadable(["x"] * 14, 1000, 0.01)
 
 

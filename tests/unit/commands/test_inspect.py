@@ -25,25 +25,31 @@ from tests.unit.data.test_mixture import mixture_of
 SMALL = ("model=c_tiny", "data.num_workers=0")
 
 
+def inspected(out: Path, *arguments: str) -> None:
+    assert launch(["inspect", *SMALL, *arguments, f"out={out}"]) == 0
+
+
+def of(root: Path, *more: str) -> tuple[str, ...]:
+    return ("data=folder", f"data.path={root}", *more)
+
+
 def sick_folder(root: Path) -> Path:
     """Write a folder with one of each fault among pictures that are well."""
-    for number in range(6):
-        write(root / f"good_{number}.png", tars.picture(64, 48, tint=40 * number))
-        write(root / f"good_{number}.txt", f"picture {number}")
-    write(root / "sub/copy.png", (root / "good_3.png").read_bytes())
-    write(root / "sub/copy.txt", "<b>a copy</b> & more")
+    good = {f"good_{number}": (tars.picture(64, 48, tint=40 * number), f"picture {number}") for number in range(6)}
+    faulty = {
+        "sub/copy": (good["good_3"][0], "<b>a copy</b> & more"),
+        "cut": (tars.picture(tint=7)[:90], "a picture that ends early"),
+        "header": (b"no picture at all", "no header"),
+        "long": (tars.picture(tint=99), "star " * 90),
+        "empty": (tars.picture(tint=120), " \n"),
+    }
+    for name, (picture, caption) in (good | faulty).items():
+        write(root / f"{name}.png", picture)
+        write(root / f"{name}.txt", caption)
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (60, 20)).save(root / "turned.jpg", exif=exif)
     write(root / "turned.txt", "a picture that is turned")
-    write(root / "cut.png", tars.picture(tint=7)[:90])
-    write(root / "cut.txt", "a picture that ends early")
-    write(root / "header.png", b"no picture at all")
-    write(root / "header.txt", "no header")
-    write(root / "long.png", tars.picture(tint=99))
-    write(root / "long.txt", "star " * 90)
-    write(root / "empty.png", tars.picture(tint=120))
-    write(root / "empty.txt", " \n")
     write(root / "lonely.png", tars.picture(tint=130))
     return root
 
@@ -72,8 +78,7 @@ class Page(HTMLParser):
 def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
     base = tmp_path_factory.mktemp("inspect")
     root, out = sick_folder(base / "sick"), base / "new/page.html"
-    arguments = ["data=folder", f"data.path={root}", "data.caption_from=file", "data.aspect_ratios=[1/1,1/2]"]
-    assert launch(["inspect", *SMALL, *arguments, f"out={out}", "pictures=4"]) == 0
+    inspected(out, *of(root, "data.caption_from=file", "data.aspect_ratios=[1/1,1/2]"), "pictures=4")
     return Page(out.read_text()), root
 
 
@@ -113,30 +118,24 @@ def test_findings_are_told_as_text_and_nothing_else_is_where_all_is_well(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tars.write(tmp_path / "a.tar", tars.samples(range(5)))
-    fitting = ["data.aspect_ratios=[3/4]", "data.buckets.multiple_px=8"]
-    assert launch(["inspect", *SMALL, f"data.urls={path}", f"out={tmp_path / 'page.html'}", "read=3", *fitting]) == 0
+    page, fitting = tmp_path / "page.html", ["data.aspect_ratios=[3/4]", "data.buckets.multiple_px=8"]
+    inspected(page, f"data.urls={path}", "read=3", *fitting)
     text = capsys.readouterr().out
     assert "Data of WebDataset, for pictures of" in text
     assert "5 samples in an epoch, 5 different pictures\n3 of them read and decoded\n1 training sizes;" in text
     assert "nothing found that is worth a look" in text
     bad = tars.write(tmp_path / "b.tar", tars.samples(range(40, 60), damaged=range(45, 60)))
-    assert launch(["inspect", *SMALL, f"data.urls={bad}", f"out={tmp_path / 'page.html'}"]) == 0
+    inspected(page, f"data.urls={bad}")
     stops = "a run stops, since data.max_unreadable_share=0.01 allows fewer: leave them out by data.quarantine=<list>"
     text = capsys.readouterr().out
     assert f"! [75 % of an epoch] 15 cannot be read; {stops}, or allow data.max_unreadable_share=0.75: b.tar:" in text
-    assert (
-        launch(
-            ["inspect", *SMALL, f"data.urls={bad}", f"out={tmp_path / 'page.html'}", "data.max_unreadable_share=0.75"]
-        )
-        == 0
-    )
+    inspected(page, f"data.urls={bad}", "data.max_unreadable_share=0.75")
     assert "! [75 % of an epoch] 15 cannot be read: b.tar:0045 (" in capsys.readouterr().out
 
 
 def test_data_too_damaged_for_a_batch_still_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "root/a red thing.png", b"no picture")
-    arguments = ["data=folder", f"data.path={tmp_path / 'root'}", f"out={tmp_path / 'page.html'}"]
-    assert launch(["inspect", *SMALL, *arguments]) == 0
+    inspected(tmp_path / "page.html", *of(tmp_path / "root"))
     text = capsys.readouterr().out
     assert "No batch could be made: " in text
     assert "! [100 % of an epoch] 1 cannot be read; a run stops, since" in text
@@ -147,16 +146,14 @@ def test_data_too_damaged_for_a_batch_still_has_a_page(tmp_path: Path, capsys: p
 def test_a_large_group_is_named_by_its_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(8):
         write(tmp_path / f"root/{number}.png", tars.picture(64, 48))
-    arguments = ["data=folder", f"data.path={tmp_path / 'root'}", f"out={tmp_path / 'page.html'}"]
-    assert launch(["inspect", *SMALL, *arguments]) == 0
+    inspected(tmp_path / "page.html", *of(tmp_path / "root"))
     assert "root:0.png = root:1.png = root:2.png = root:3.png = root:4.png = 3 more\n" in capsys.readouterr().out
 
 
 def test_an_endless_caption_is_cut_on_the_page_alone(tmp_path: Path) -> None:
     write(tmp_path / "root/a.png", tars.picture())
     write(tmp_path / "root/a.txt", "z" * 100_000)
-    arguments = ["data=folder", f"data.path={tmp_path / 'root'}", f"captions={tmp_path / 'captions.jsonl'}"]
-    assert launch(["inspect", *SMALL, *arguments, f"out={tmp_path / 'page.html'}"]) == 0
+    inspected(tmp_path / "page.html", *of(tmp_path / "root", f"captions={tmp_path / 'captions.jsonl'}"))
     assert (tmp_path / "page.html").stat().st_size < 20_000
     assert "z" * 100_000 in (tmp_path / "captions.jsonl").read_text()
 
@@ -222,11 +219,6 @@ def test_defaults_stand_back_for_choices() -> None:
     assert with_defaults(DEFAULTS, ["experiment=tiny_token"]) == ["experiment=tiny_token"]
 
 
-def test_help_lists_its_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch(["inspect", "--help"]) == 0
-    assert "Pictures to read and decode" in capsys.readouterr().out
-
-
 def test_what_costs_most_comes_first_and_what_helps_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,31 +229,10 @@ def test_what_costs_most_comes_first_and_what_helps_is_named(
     write(root / "copy.png", (root / "1.png").read_bytes())
     write(root / "copy.caption", "a copy, of one")
     lists = {"quarantine": tmp_path / "list.jsonl", "captions": tmp_path / "lists/captions.jsonl"}
-    arguments = [
-        "data=folder",
-        f"data.path={root}",
-        "data.leftover=drop",
-        "train.global_batch_size=4",
-        "data.captions.tags.separator=','",
-    ]
-    files = [
-        *(f"{key}={path}" for key, path in lists.items()),
-        f"out={tmp_path / 'page.html'}",
-        "faults=[duplicates,long]",
-    ]
-    assert (
-        launch(
-            [
-                "inspect",
-                *SMALL,
-                *arguments,
-                "data.captions.tags.shuffle=true",
-                "data.captions.template='x {caption}'",
-                *files,
-            ]
-        )
-        == 0
-    )
+    arguments = of(root, "data.leftover=drop", "train.global_batch_size=4", "data.captions.tags.separator=','")
+    captions = ["data.captions.tags.shuffle=true", "data.captions.template='x {caption}'"]
+    files = [*(f"{key}={path}" for key, path in lists.items()), "faults=[duplicates,long]"]
+    inspected(tmp_path / "page.html", *arguments, *captions, *files)
     text = capsys.readouterr().out
     findings = [line for line in text.splitlines() if line.startswith("! ")]
     costs = [float(re.match(r"! \[(\S+) % of an epoch\]", line)[1]) for line in findings]
@@ -271,15 +242,11 @@ def test_what_costs_most_comes_first_and_what_helps_is_named(
     assert "1 samples fill no batch of their shape and are dropped" in text
     assert "captions come from .txt beside the picture, tags shuffled or dropped, template 1 of 1 (8); .caption" in text
     rows = [json.loads(line) for line in lists["captions"].read_text().splitlines()]
-    assert len(rows) == 9
-    assert {
-        "sample": "root:copy.png",
-        "from": ".caption beside the picture, tags shuffled or dropped, template 1 of 1",
-    }.items() <= rows[-1].items()
+    origin = ".caption beside the picture, tags shuffled or dropped, template 1 of 1"
+    assert (len(rows), rows[-1]["sample"], rows[-1]["from"]) == (9, "root:copy.png", origin)
     listed = {row["sample"]: row["reason"] for row in map(json.loads, lists["quarantine"].read_text().splitlines())}
     assert listed == {"root:copy.png": "the same as root:1.png", "root:0.png": "its caption has 93 tokens"}
-    left = [f"data.quarantine={lists['quarantine']}", "out=" + str(tmp_path / "again.html")]
-    assert launch(["inspect", *SMALL, *arguments, *left]) == 0
+    inspected(tmp_path / "again.html", *arguments, f"data.quarantine={lists['quarantine']}")
     text = capsys.readouterr().out
     assert "7 samples in an epoch" in text
     assert "contents come more than once" not in text

@@ -10,8 +10,7 @@ from omegaconf import OmegaConf
 
 from cascade_train.__main__ import launch
 from cascade_train.assembly.planning.plan import _duration, _kept
-from cascade_train.engine.checkpoint.folder import Retention
-from cascade_train.engine.checkpoint.manifest import Manifest
+from cascade_train.engine.checkpoint.folder import Manifest, Retention
 from tests.unit.config.composing import composed
 from tests.unit.data import tars
 from tests.unit.data.test_folder import write
@@ -107,7 +106,7 @@ def test_data_that_is_not_here_is_left_alone_and_what_that_means_is_said(capsys,
 
 def test_an_unknown_device_and_what_a_training_refuses_are_refused(capsys):
     assert launch(["plan", "task=lora", "model=c_tiny", "device=tpu"]) == 2
-    assert "device=tpu is unknown: choose h100, h200, a100, rtx4090." in capsys.readouterr().err
+    assert "device=tpu is unknown; choose one of h100, h200, a100, rtx4090" in capsys.readouterr().err
     assert launch(["plan", "task=lora", "model=c_tiny", "ranks=3"]) == 2
     assert "cannot be split equally over 3 ranks" in capsys.readouterr().err
 

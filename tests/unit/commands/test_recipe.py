@@ -58,14 +58,20 @@ def run(folder: Path, source: dict[str, Any] | str, *more: str) -> tuple[int, Pa
     return launch(["recipe", "import", str(folder / "given.yaml"), f"out={out}", *more]), folder / "conf"
 
 
+def made(folder: Path, source: dict[str, Any] | str, *more: str) -> Path:
+    """Import a configuration as experiment `mine` and return the folder for --config-dir."""
+    code, conf = run(folder, source, *more)
+    assert code == 0
+    return conf
+
+
 def official(name: str, **changes: Any) -> dict[str, Any]:
     return {**PLACES, **RECIPES[name], **changes}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_imported_official_file_has_its_values_key_by_key(name: str, tmp_path: Path) -> None:
-    code, folder = run(tmp_path, official(name))
-    assert code == 0
+    folder = made(tmp_path, official(name))
     values = {k: v for k, v in recipe_values(name, imported=True).items() if not k.startswith("defaults.")}
     places = {
         "run.dir": f"/path/to/checkpoint/{RECIPES[name]['experiment_id']}",
@@ -78,8 +84,7 @@ def test_an_imported_official_file_has_its_values_key_by_key(name: str, tmp_path
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_imported_official_file_equals_the_recipe_that_ships(name: str, tmp_path: Path) -> None:
-    code, folder = run(tmp_path, official(name), "behaviour=ours")
-    assert code == 0
+    folder = made(tmp_path, official(name), "behaviour=ours")
     files = CONTROLNETS.get(name, [])
     mine = checked("experiment=mine", *files, extra=folder)
     ours = checked(f"experiment={name}", "data.urls=[a.tar]", *files)
@@ -93,16 +98,15 @@ def test_an_imported_official_file_equals_the_recipe_that_ships(name: str, tmp_p
 
 
 def test_files_that_the_original_finds_by_itself_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, official("controlnet_c_3b_inpainting"))[0] == 0
+    made(tmp_path, official("controlnet_c_3b_inpainting"))
     assert "its saliency network is task.filter.weights=saliency_model.pt" in capsys.readouterr().out
 
 
 def test_filters_and_the_average_are_taken_over(tmp_path: Path) -> None:
     filters = [["normalized_score", "lambda s: s > 9"], ["width", "lambda w: w >= 768"]]
     given = official("finetune_c_3b", dataset_filters=filters, ema_start_iters=5000, ema_iters=100, ema_beta=0.9)
-    code, folder = run(tmp_path, {**given, "grad_accum_steps": 4})
+    folder = made(tmp_path, {**given, "grad_accum_steps": 4})
     cfg = checked("experiment=mine", extra=folder)
-    assert code == 0
     assert cfg.data.row_filters == filters
     assert (cfg.ema.start_step, cfg.ema.every_steps, cfg.ema.decay) == (1251, 25, 0.9)
     assert cfg.train.micro_batch_size == 128
@@ -110,7 +114,7 @@ def test_filters_and_the_average_are_taken_over(tmp_path: Path) -> None:
 
 def test_what_has_no_equivalent_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = official("finetune_c_3b_v", captions_getter=["old_caption", "captions_getter"], dtype="bfloat16", odd_key=3)
-    assert run(tmp_path, given)[0] == 0
+    made(tmp_path, given)
     text = capsys.readouterr().out
     for line in ("odd_key: it is not in the table of Stable Cascade's", "captions_getter: ['old",
                  "dtype: trained weights stay fp32", "output_path: a run logs",
@@ -125,7 +129,7 @@ def test_keys_of_a_controlnet_are_translated(tmp_path: Path) -> None:
     control = {"controlnet_blocks": [0, 4, 51, 55], "controlnet_filter": "InpaintFilter", "offset_noise": 0.1,
                "controlnet_filter_params": {"thresold": [0.04, 0.4], "p_outpaint": 0.4},
                "controlnet_bottleneck_mode": "simple", "batch_size": 256}  # fmt: skip
-    assert run(tmp_path, official("finetune_c_3b", **control, adaptive_loss_weight=None))[0] == 0
+    made(tmp_path, official("finetune_c_3b", **control, adaptive_loss_weight=None))
     kept = yaml.safe_load((tmp_path / "conf" / "experiment" / "mine.yaml").read_text())
     assert {"override /task": "controlnet"} in kept["defaults"]
     assert {"override /filter@task.filter": "inpaint"} in kept["defaults"]
@@ -139,11 +143,9 @@ def test_a_filter_that_is_not_the_originals_is_left_to_the_user(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     control = {"controlnet_blocks": [0], "controlnet_filter": "MyFilter", "controlnet_filter_params": {"level": 1}}
-    code, folder = run(tmp_path, official("finetune_c_3b", **control, adaptive_loss_weight=None))
-    assert code == 0
-    assert "controlnet_filter: MyFilter is no filter of the original: name your class by task.filter._target_" in (
-        capsys.readouterr().out
-    )
+    folder = made(tmp_path, official("finetune_c_3b", **control, adaptive_loss_weight=None))
+    why = "controlnet_filter: MyFilter is no filter of the original: name your class by task.filter._target_"
+    assert why in capsys.readouterr().out
     given = "task.filter._target_=tests.unit.config.members.Level"
     cfg = composed("experiment=mine", given, extra=folder)
     assert cfg.task.filter == {"_target_": "tests.unit.config.members.Level", "level": 1}
@@ -152,16 +154,14 @@ def test_a_filter_that_is_not_the_originals_is_left_to_the_user(
 def test_a_key_that_the_task_does_not_take_is_left_out_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, folder = run(tmp_path, official("finetune_b_3b", previewer_checkpoint_path="models/previewer.safetensors"))
-    assert code == 0
+    folder = made(tmp_path, official("finetune_b_3b", previewer_checkpoint_path="models/previewer.safetensors"))
     text = "previewer_checkpoint_path: model.previewer.weights=models/previewer.safetensors is left out: model=b_3b"
     assert text in capsys.readouterr().out
     assert "previewer" not in checked("experiment=mine", extra=folder).model
 
 
 def test_a_list_of_urls_in_a_file_is_left_to_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, folder = run(tmp_path, official("finetune_c_3b", webdataset_path="sets.yml"))
-    assert code == 0
+    folder = made(tmp_path, official("finetune_c_3b", webdataset_path="sets.yml"))
     assert "webdataset_path: data.urls=[...], the entries of sets.yml" in capsys.readouterr().out
     assert checked("experiment=mine", "data.urls=[a.tar]", extra=folder).data.urls == ["a.tar"]
 
@@ -182,9 +182,8 @@ def test_every_kind_of_data_of_open_diffusion_is_read(
     given = OPEN_DIFFUSION.replace("type: WebDataset", f"type: {kind}").replace(
         'path: "shards/{000..005}.tar"', f"{more}path: shards"
     )
-    code, folder = run(tmp_path, given, "model=sd15")
+    folder = made(tmp_path, given, "model=sd15")
     cfg = checked("experiment=mine", extra=folder)
-    assert code == 0
     assert cfg.data._target_ == checked("task=finetune", "model=c_tiny", f"data={option}", *(
         f"data.{key}={value}" for key, value in values.items())).data._target_  # fmt: skip
     assert {key: cfg.data[key] for key in values} == values
@@ -195,25 +194,20 @@ def test_what_open_diffusion_says_about_pictures_to_look_at_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = OPEN_DIFFUSION.replace('eval_caption_file: "???"', "eval_caption_file: captions.csv, num_eval_images: 9")
-    assert run(tmp_path, given)[0] == 0
+    made(tmp_path, given)
     text = capsys.readouterr().out
     assert "experiment.eval_caption_file: sample.prompts=[...] takes the captions" in text
     assert "experiment.num_eval_images: a grid has sample.count pictures" in text
 
 
 def test_the_file_of_open_diffusion_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, folder = run(tmp_path, OPEN_DIFFUSION, "ranks=2", "model=c_1b")
+    folder = made(tmp_path, OPEN_DIFFUSION, "ranks=2", "model=c_1b")
     cfg = checked("experiment=mine", extra=folder, ranks=2)
-    assert code == 0
     assert (cfg.train.global_batch_size, cfg.train.micro_batch_size, cfg.train.max_steps) == (128, 32, 8)
     assert (cfg.data.row_filters, cfg.data.num_workers) == ({"pwatermark": "<=0.5", "original_width": ">=512"}, 6)
     assert (cfg.optimizer.algorithm.betas, cfg.lr_scheduler.warmup_steps) == ([0.9, 0.98], 500)
-    assert (cfg.run.dir, cfg.tracker.project, cfg.attention, cfg.ema.weights) == (
-        "logs/first",
-        "diffusion",
-        "sdpa",
-        "ema",
-    )
+    own = ("logs/first", "diffusion", "sdpa", "ema")
+    assert (cfg.run.dir, cfg.tracker.project, cfg.attention, cfg.ema.weights) == own
     assert cfg.model.network.block_out_channels == [1536, 1536]
     text = capsys.readouterr().out
     assert "model.unet.target: describes Stable Diffusion" in text
@@ -223,8 +217,7 @@ def test_the_file_of_open_diffusion_is_translated(tmp_path: Path, capsys: pytest
 
 def test_open_diffusions_network_is_told_by_its_width(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wide = OPEN_DIFFUSION.replace("target: UNet2DConditionModel", "params: {cross_attention_dim: 1024}")
-    code, folder = run(tmp_path, wide)
-    assert code == 0
+    folder = made(tmp_path, wide)
     cfg = checked("experiment=mine", extra=folder)
     assert cfg.model.network.cross_attention_dim == 1024
     assert cfg.objective.schedule._target_.endswith("DDPMSchedule")
@@ -234,8 +227,7 @@ def test_open_diffusions_network_is_told_by_its_width(tmp_path: Path, capsys: py
 def test_the_template_with_everything_left_open_is_translated(tmp_path: Path) -> None:
     open_ends = OPEN_DIFFUSION.replace("num_examples_to_see: 1000", 'num_examples_to_see: "???"')
     open_ends = open_ends.replace('"shards/{000..005}.tar"', '"???"').replace("name: first", 'name: "???"')
-    code, folder = run(tmp_path, open_ends, "model=sd15")
-    assert code == 0
+    folder = made(tmp_path, open_ends, "model=sd15")
     assert checked("experiment=mine", "data.urls=[a.tar]", extra=folder).train.max_steps == 10000
 
 
@@ -252,7 +244,7 @@ def test_the_template_with_everything_left_open_is_translated(tmp_path: Path) ->
         (official("finetune_c_3b_lora"), ("ranks=3",), "does not divide into grad_accum_steps=4 passes of 3 ranks"),
         (official("finetune_c_3b", dataset_filters=[["a", "lambda s: __import__('os')"]]), (), "calls are not allowed"),
         (official("finetune_c_3b"), ("ranks=0",), "ranks=0 must be at least 1"),
-        (official("finetune_c_3b"), ("behaviour=mine",), "behaviour=mine is unknown: choose original or ours"),
+        (official("finetune_c_3b"), ("behaviour=mine",), "behaviour=mine is unknown; choose one of original, ours"),
         (official("finetune_c_3b"), ("out=mine.yaml",), "must be named experiment/<name>.yaml"),
     ],
 )
@@ -273,10 +265,10 @@ def test_the_files_path_may_hold_an_equals_sign(tmp_path: Path) -> None:
 
 
 def test_a_file_is_replaced_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, official("finetune_c_3b"))[0] == 0
+    made(tmp_path, official("finetune_c_3b"))
     assert run(tmp_path, official("finetune_c_3b"))[0] == 2
     assert "exists. Choose another name, or replace it by overwrite=true" in capsys.readouterr().err
-    assert run(tmp_path, official("finetune_c_3b"), "overwrite=true")[0] == 0
+    made(tmp_path, official("finetune_c_3b"), "overwrite=true")
 
 
 def test_the_command_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,28 +280,23 @@ def test_the_command_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_expression_of_the_environment_is_never_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CASCADE_SECRET", "told")
-    code, folder = run(tmp_path, official("finetune_c_3b", wandb_entity="${oc.env:CASCADE_SECRET}"))
-    assert code == 0
+    folder = made(tmp_path, official("finetune_c_3b", wandb_entity="${oc.env:CASCADE_SECRET}"))
     text = (folder / "experiment" / "mine.yaml").read_text()
     assert "told" not in text
     assert "oc.env" not in text
 
 
 def test_the_originals_choice_of_captions_is_taken_over(tmp_path: Path) -> None:
-    code, folder = run(tmp_path, official("finetune_c_3b", captions_getter=["json", "captions_getter"]))
-    assert code == 0
-    assert checked("experiment=mine", extra=folder).data.captions.key == {
-        "caption": 0.95,
-        "old_caption.og_caption": 0.05,
-    }
+    folder = made(tmp_path, official("finetune_c_3b", captions_getter=["json", "captions_getter"]))
+    keys = {"caption": 0.95, "old_caption.og_caption": 0.05}
+    assert checked("experiment=mine", extra=folder).data.captions.key == keys
 
 
 def test_interpolations_are_followed_so_far_and_no_text_grows_without_end() -> None:
     doubled = {"a0": "x" * 10} | {f"a{i}": f"${{a{i - 1}}}${{a{i - 1}}}" for i in range(1, 60)}
     began = time.process_time()
-    found = reading.resolved(
-        doubled | {"loop": "${loop}", "odd": "${a.b[0]}", "deep": {"to": "${deep.from}", "from": 3}}
-    )
+    odd = {"loop": "${loop}", "odd": "${a.b[0]}", "deep": {"to": "${deep.from}", "from": 3}}
+    found = reading.resolved(doubled | odd)
     assert time.process_time() - began < 1.0
     assert found["a3"] == "x" * 80
     assert found["a59"] == found["loop"] == found["odd"] == "???"

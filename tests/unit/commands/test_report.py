@@ -38,17 +38,14 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def written(*arguments: str) -> Page:
-    assert launch(["report", *arguments]) == 0
-    out = next(
-        (word.removeprefix("out=") for word in arguments if word.startswith("out=")), f"{arguments[0]}/report.html"
-    )
-    return Page(Path(out).read_text())
+def written(folder: Path, *arguments: str, out: Path | None = None) -> Page:
+    assert launch(["report", str(folder), *arguments, *([] if out is None else [f"out={out}"])]) == 0
+    return Page((folder / "report.html" if out is None else out).read_text())
 
 
 def test_a_page_of_a_run_lies_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, other = make_run(tmp_path / "run"), make_run(tmp_path / "other", steps=3)
-    page = written(str(run), f"against={other}")
+    page = written(run, f"against={other}")
     assert [each["name"] for each in page.data["runs"]] == [HOSTILE, str(other)]
     assert "Against the defaults" not in page.text, "a configuration that cannot be composed is compared with none"
     assert f"{run}/report.html shows {run}" in capsys.readouterr().out
@@ -68,13 +65,13 @@ def test_runs_of_earlier_versions_name_their_recipe_by_their_command_line(tmp_pa
     (run / "start.json").unlink()
     words = ["python", "-m", "cascade_train", "model=c_tiny", "task=lora", "optimizer.lr=1e-4"]
     (run / "environment.json").write_text(json.dumps({"command_line": words}))
-    page = written(str(run), f"out={tmp_path / 'new/page.html'}")
+    page = written(run, out=tmp_path / "new/page.html")
     assert [each["base"] for each in page.data["differences"]] == ["model=c_tiny task=lora"]
     assert ["optimizer.weight_decay", 0.01, "(absent)", False] in page.data["differences"][0]["rows"]
 
 
 def test_a_sweep_is_a_table_with_the_best_first(sweep: Path) -> None:
-    page = written(str(sweep))
+    page = written(sweep)
     table = page.data["sweep"]
     assert (table["metric"], table["mode"], table["keys"]) == ("validate/loss", "min", ["optimizer.lr", "task.rank"])
     assert [(row["values"], row["metric"], row["note"]) for row in table["rows"]] == [
@@ -94,11 +91,10 @@ def test_a_sweep_is_a_table_with_the_best_first(sweep: Path) -> None:
 def test_a_sweep_that_has_not_ended_is_shown_by_the_runs_that_have(sweep: Path, tmp_path: Path) -> None:
     ended = json.loads((sweep / "results.jsonl").read_text().splitlines()[0])
     (tmp_path / ".results").mkdir()
-    (tmp_path / ".results/a.json").write_text(
-        json.dumps({**ended, "call": "x", "run_dir": str(make_run(tmp_path / "a"))})
-    )
+    ended |= {"call": "x", "run_dir": str(make_run(tmp_path / "a"))}
+    (tmp_path / ".results/a.json").write_text(json.dumps(ended))
     (tmp_path / ".results/b.json").write_text("torn")
-    assert len(written(str(tmp_path)).data["sweep"]["rows"]) == 1
+    assert len(written(tmp_path).data["sweep"]["rows"]) == 1
 
 
 def test_the_best_run_is_exported(sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +133,7 @@ def test_runs_of_other_sweeps_are_left_out(tmp_path: Path, caplog: pytest.LogCap
     (elsewhere / "start.json").write_text(json.dumps({"overrides": results[1]["overrides"]}))
     (stranger / "start.json").write_text(json.dumps({"overrides": ["task=lora", "optimizer.lr=4"]}))
     write_lines(folder / "results.jsonl", results)
-    page = written(str(folder))
+    page = written(folder)
     assert [each["name"] for each in page.data["runs"]] == ["a", "b"]
     assert [row["run"] for row in page.data["sweep"]["rows"]] == ["a", "b"]
     assert f"runs of other sweeps, which are left out, such as {stranger}" in caplog.text

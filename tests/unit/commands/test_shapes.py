@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from cascade_train.__main__ import launch
-from cascade_train.commands.shapes import ShapesArgs, write_shapes
-from cascade_train.errors import ConfigError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import loading
 from tests.unit.data.test_shapes import shapes
@@ -61,10 +59,9 @@ def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]
     ("words", "message"),
     [
         ([], "out is not set: Folder to write into"),
-        (["out=x", "sample=3"], "sample is unknown"),
-        (["out=x", "samples=many"], "'samples=many' cannot be read"),
         (["out=x", "samples=0"], "samples=0 must be at least 1"),
         (["out=x", "image_size=4"], "image_size=4 must be at least 16: shapes need as many pixels"),
+        (["out=x", "samples_per_shard=0"], "samples_per_shard=0 must be at least 1: a tar holds that many pictures"),
     ],
 )
 def test_wrong_arguments_are_explained(
@@ -76,20 +73,7 @@ def test_wrong_arguments_are_explained(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_tar_is_never_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="samples_per_shard=0 must be at least 1: a tar holds that many pictures"):
-        write_shapes(ShapesArgs(out=str(tmp_path), samples_per_shard=0))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert launch(["shapes", f"out={tmp_path / 'file' / 'folder'}", "samples=1"]) == 1
     assert "folder cannot be written: [Errno 20]" in capsys.readouterr().err
-
-
-def test_help_names_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch(["shapes", "--help"]) == 0
-    shown = capsys.readouterr().out
-    for argument in ("out=???", "samples=2000", "samples_per_shard=500", "image_size=96", "seed=0"):
-        assert argument in shown

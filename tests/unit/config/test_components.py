@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from cascade_train.config.components import check_component, check_is_component, group_form, missing_message
+from cascade_train.config.components import check_component, check_is_component, missing_message
+from cascade_train.config.groups import group_form
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import composed
 

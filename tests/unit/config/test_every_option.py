@@ -12,7 +12,7 @@ from cascade_train.config.preflight import EXTRAS, preflight
 from cascade_train.config.targets import class_constant
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade.stage_c import StageC
-from tests.unit.config.composing import checked, composed
+from tests.unit.config.composing import composed
 from tests.unit.config.defaults import differences, expected
 
 CHOSEN = {"model": "c_tiny", "task": "finetune"}
@@ -176,10 +176,3 @@ def test_what_a_file_leaves_to_its_user_has_no_value(path: Path):
     without = [each for each in overrides(group, option) if each not in NEEDED.get(f"{group}={option}", [])]
     missing = {key.rpartition(".")[2] for key in OmegaConf.missing_keys(composed(*without))}
     assert missing >= {line.partition(":")[0].strip() for line in left}
-
-
-def test_defaults_of_a_real_run():
-    cfg = checked("model=c_3b", "task=lora")
-    assert (cfg.train.precision, cfg.train.global_batch_size, cfg.train.max_steps) == ("bf16", 32, 10000)
-    assert (cfg.checkpoint.every_steps, cfg.checkpoint.keep_last, cfg.sample.every_steps) == (1000, 2, 1000)
-    assert (cfg.run.seed, cfg.run.resume, cfg.log.every_steps, cfg.ema.decay) == (0, "auto", 10, None)

@@ -2,10 +2,10 @@
 
 import pytest
 
+from cascade_train.config.error_messages import other_names
 from cascade_train.config.groups import group_options, groups
 from cascade_train.config.help import FIRST
 from cascade_train.config.launch import compose_and_run
-from cascade_train.config.unknown_keys import OTHER_NAMES
 from tests.unit.config.composing import composed
 
 
@@ -53,7 +53,7 @@ def test_what_is_set_first_can_be_set(typed: str):
 
 def test_names_of_other_trainers_lead_to_keys_that_are_there():
     whole = composed("task=lora", "model=c_tiny", "data=folder")
-    for name, ours in OTHER_NAMES.items():
+    for name, ours in other_names().items():
         node = whole
         for part in ours.split(".") if " " not in ours else ():
             assert part in list(node.keys()), f"{name}: {ours}"

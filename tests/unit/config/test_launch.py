@@ -6,13 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra._internal.config_repository import ConfigRepository
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from cascade_train import compose
+from cascade_train.__main__ import launch
 from cascade_train.config.groups import conf_dir
-from cascade_train.config.hydra_compat import HAS_WHITELIST
-from cascade_train.config.launch import compose_and_run, with_implied_choices
-from cascade_train.config.sweeps.naming import LONGEST_NAME, RUN_DIR, SWEEP_DIR, folder_name
+from cascade_train.config.launch import HAS_WHITELIST, compose_and_run, with_implied_choices
+from cascade_train.config.sweeps.runs import LONGEST_NAME, RUN_DIR, SWEEP_DIR, folder_name
 from cascade_train.errors import ConfigError, RunError
 
 Start = Callable[..., tuple[int, str]]
@@ -25,14 +27,11 @@ def test_training_receives_the_checked_configuration(start: Start, trained: list
     assert list(tmp_path.iterdir()) == []
 
 
-def test_exit_code_of_the_training_is_returned(start: Start):
-    assert start(*TINY, train=lambda cfg: 1) == (1, "")
-
-
-def test_world_error_is_one_line_and_code_one(start: Start):
+def test_exit_code_and_error_of_the_training_are_returned(start: Start):
     def fail(cfg: DictConfig) -> int:
         raise RunError("the disk is full.")
 
+    assert start(*TINY, train=lambda cfg: 1) == (1, "")
     assert start(*TINY, train=fail) == (1, "the disk is full.\n")
 
 
@@ -62,6 +61,23 @@ def test_full_errors_are_raised_where_the_user_asks(start: Start, monkeypatch: p
     assert os.environ["HYDRA_FULL_ERROR"] == "1"
 
 
+def test_what_one_composition_changes_no_other_sees(start: Start):
+    seen: list[dict] = []
+
+    def change(cfg: DictConfig) -> int:
+        seen.append(OmegaConf.to_container(cfg))
+        OmegaConf.set_readonly(cfg, False)
+        OmegaConf.set_struct(cfg, False)
+        cfg.train.max_steps = 7
+        cfg.run.allowed_packages.append("other")
+        cfg.more = 1
+        return 0
+
+    assert [compose_and_run(TINY, change) for _ in range(2)] == [0, 0]
+    assert seen[0] == seen[1]
+    assert seen[0]["train"]["max_steps"] == 10000
+
+
 def test_environment_and_arguments_are_left_as_they_were(start: Start):
     before = list(sys.argv)
     inside: list[bool] = []
@@ -78,14 +94,11 @@ def test_urls_alone_choose_webdataset_and_say_so(start: Start, trained: list[Dic
     assert trained[0].data.urls == ["a.tar"]
 
 
-def test_urls_beside_a_choice_of_data_imply_nothing():
+def test_urls_imply_data_unless_it_is_chosen():
     for chosen in ("data=shapes", "experiment=tiny_token"):
         assert with_implied_choices(["data.urls=[a]", chosen]) == ["data.urls=[a]", chosen]
-    assert with_implied_choices(["+data.urls=[a]"])[0] == "data=webdataset"
-
-
-def test_only_what_has_a_value_is_a_choice():
-    assert with_implied_choices(["--cfg", "job", "--package", "data", "data.urls=[a]"])[0] == "data=webdataset"
+    for typed in (["+data.urls=[a]"], ["--cfg", "job", "--package", "data", "data.urls=[a]"]):
+        assert with_implied_choices(typed)[0] == "data=webdataset"
 
 
 PATHS = {
@@ -99,9 +112,8 @@ PATHS = {
 
 
 @pytest.mark.parametrize("value", PATHS)
-def test_a_path_alone_chooses_the_data_that_reads_it(
-    start: Start, trained: list[DictConfig], tmp_path: Path, value: str
-):
+def test_a_path_alone_chooses_the_data_that_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "pictures").mkdir()
     (tmp_path / "columns").mkdir()
     (tmp_path / "columns" / "0.parquet").touch()
@@ -148,30 +160,26 @@ def test_a_choice_may_be_repeated_and_a_value_given_again(
 ):
     typed = ["task=lora", "+task=lora", "train.max_steps=5", "++train.max_steps=6"]
     assert start("model=c_tiny", *typed) == (0, "train.max_steps is given 2 times; the last counts: 6.\n")
-    assert [cfg.train.max_steps for cfg in trained] == [6]
+    assert "the last counts: 5." in start(*TINY, *(f"train.max_steps={steps}" for steps in (5, 6, 5)))[1]
+    assert [cfg.train.max_steps for cfg in trained] == [6, 5]
 
 
-def test_an_experiment_with_a_plus_is_that_experiment(start: Start, trained: list[DictConfig]):
-    assert start("+experiment=tiny_token") == (0, "")
-    assert start("experiment=tiny_token") == (0, "")
-    assert trained[0] == trained[1]
-    assert start("task=controlnet", "model=c_tiny", "filter=sr", "noise=pyramid") == (0, "")
-    assert trained[2].task.filter._target_.endswith("SuperResolutionFilter")
-
-
-def test_flags_may_stand_between_overrides(start: Start, capsys: pytest.CaptureFixture[str]):
-    assert compose_and_run(["model=c_tiny", "--cfg", "job", "task=lora"], lambda cfg: 1) == 0
-    assert capsys.readouterr().out.startswith("model:\n  _target_: cascade_train.models.cascade.stage_c.StageC\n")
-
-
-def test_defaults_can_be_listed(start: Start, capsys: pytest.CaptureFixture[str]):
-    assert compose_and_run(["--info", "defaults", *TINY], lambda cfg: 1) == 0
-    assert "| model/c_tiny" in capsys.readouterr().out
-
-
-def test_one_node_can_be_printed(start: Start, capsys: pytest.CaptureFixture[str]):
-    assert compose_and_run(["--cfg", "job", "--package", "lr_scheduler", *TINY], lambda cfg: 1) == 0
-    assert "warmup_steps: 1" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        (
+            ("model=c_tiny", "--cfg", "job", "task=lora"),
+            "model:\n  _target_: cascade_train.models.cascade.st",
+        ),
+        (("--info", "defaults", *TINY), "| model/c_tiny"),
+        (("--cfg", "job", "--package", "lr_scheduler", *TINY), "warmup_steps: 1"),
+    ],
+)
+def test_a_composition_is_shown_wherever_its_flags_stand(
+    start: Start, asked: tuple[str, ...], shown: str, capsys: pytest.CaptureFixture[str]
+):
+    assert compose_and_run(asked, lambda cfg: 1) == 0
+    assert shown in capsys.readouterr().out
 
 
 def test_the_mode_may_be_set_by_a_file_of_the_user(start: Start, trained: list[DictConfig], tmp_path: Path):
@@ -193,11 +201,6 @@ def test_folder_of_the_user_adds_options(start: Start, trained: list[DictConfig]
     (tmp_path / "mine" / "experiment" / "quick.yaml").write_text("# @package _global_\ntrain:\n  max_steps: 2\n")
     assert start("--config-dir", str(tmp_path / "mine"), *TINY, "experiment=quick") == (0, "")
     assert trained[0].train.max_steps == 2
-
-
-def test_root_lies_where_the_installation_says():
-    assert conf_dir().is_absolute()
-    assert (conf_dir() / "config.yaml").is_file()
 
 
 def test_missing_configuration_files_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -322,3 +325,35 @@ def test_names_of_folders_are_safe_short_and_distinct():
 def test_what_nobody_has_set_is_known_from_the_root():
     root = OmegaConf.load(conf_dir() / "config.yaml")
     assert (root.hydra.sweep.dir, OmegaConf.to_container(root.run, resolve=False)["dir"]) == (SWEEP_DIR, RUN_DIR)
+
+
+def test_hydra_and_omegaconf_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ConfigRepository.load_config, OmegaConf.save
+    compose("model=c_tiny", "task=lora")
+    assert launch(["model=c_tiny", "task=lora", "--cfg=job"]) == 0
+    assert (ConfigRepository.load_config, OmegaConf.save) == before
+
+
+def said_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    code = launch(["--config-dir", str(folder), "experiment=mine", "task=finetune", "model=c_tiny", "--cfg=job"])
+    told = capsys.readouterr()
+    return told.out if code == 0 else told.err
+
+
+def test_a_file_that_is_not_utf8_is_named_with_its_byte_and_a_mark_is_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.parent.mkdir()
+    text = "# @package _global_\n# für\nrun:\n  seed: 17\n"
+    file.write_bytes(text.encode("latin-1"))
+    assert said_of(tmp_path, capsys) == f"{file} is not UTF-8: byte 0xfc at 23, line 2. Save it as UTF-8.\n"
+    file.write_bytes(text.encode("utf-16"))
+    assert said_of(tmp_path, capsys) == f"{file} is not UTF-8: byte 0xff at 0, line 1. Save it as UTF-8.\n"
+    file.write_bytes(("#" * 9000 + text).encode("latin-1"))
+    assert "byte 0xfc at 9023, line 2" in said_of(tmp_path, capsys)
+    file.write_bytes(text.encode("utf-8-sig"))
+    assert "  seed: 17\n" in said_of(tmp_path, capsys)
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match="mine.yaml is not UTF-8"):
+        compose("experiment=mine", "task=finetune", "model=c_tiny", config_dir=tmp_path)

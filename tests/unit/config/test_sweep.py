@@ -3,6 +3,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,7 @@ from cascade_train.config import sweep
 from cascade_train.config.launch import compose_and_run
 from cascade_train.config.sweep import SweepResults, check_launcher
 from cascade_train.config.sweeps import slurm as slurm_jobs
-from cascade_train.config.sweeps.naming import swept_part
-from cascade_train.config.sweeps.ranking import measured
+from cascade_train.config.sweeps.runs import measured, swept_part
 from cascade_train.config.sweeps.slurm import SlurmJob
 from cascade_train.errors import STOPPED, ConfigError
 
@@ -46,6 +46,17 @@ def ended(folder: Path, number: int, code: int = 0, best: str | None = None, **m
     return job
 
 
+def end(results: SweepResults, folder: Path, number: int, code: int = 0, **values: float | str) -> None:
+    results.on_job_end(config(folder, number), ended(folder, number, code, **values))
+
+
+@pytest.fixture
+def submitted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Runs are jobs of submitit's; undone by its `undo`."""
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    return monkeypatch
+
+
 def read(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
@@ -53,7 +64,7 @@ def read(folder: Path) -> list[dict[str, object]]:
 def test_results_are_a_table_and_one_line_each_with_the_best_first(folder: Path, capsys: pytest.CaptureFixture[str]):
     results = SweepResults()
     for number in (10, 2):
-        results.on_job_end(config(folder, number), ended(folder, number, loss=number / 8))
+        end(results, folder, number, loss=number / 8)
     results.on_multirun_end(config(folder))
     assert [row["overrides"] for row in read(folder)] == [["run.seed=2"], ["run.seed=10"]]
     assert read(folder)[0] == {
@@ -91,9 +102,8 @@ def test_runs_are_ranked_by_the_validation_metric_or_the_chosen_one(
     folder: Path, capsys: pytest.CaptureFixture[str], best: str | None, metrics: str, order: list[int], by: str
 ):
     results = SweepResults()
-    values = [{"loss": 0.9}, {"loss": 0.8, metrics: 0.3}, {"loss": 0.7, metrics: 0.4}]
-    for number, value in enumerate(values):
-        results.on_job_end(config(folder, number), ended(folder, number, best=best, **value))
+    for number, value in enumerate([{"loss": 0.9}, {"loss": 0.8, metrics: 0.3}, {"loss": 0.7, metrics: 0.4}]):
+        end(results, folder, number, best=best, **value)
     results.on_multirun_end(config(folder))
     assert [row["number"] for row in read(folder)] == order
     assert capsys.readouterr().err.startswith(f"Runs by {by} is the best:\n")
@@ -109,9 +119,9 @@ def test_the_last_steps_of_a_loss_are_averaged_and_torn_lines_left_out(tmp_path:
 
 def test_a_run_that_failed_here_ends_the_sweep(folder: Path, capsys: pytest.CaptureFixture[str]):
     results = SweepResults()
-    results.on_job_end(config(folder, 0), ended(folder, 0, loss=0.5))
+    end(results, folder, 0, loss=0.5)
     with pytest.raises(SystemExit, match="1"):
-        results.on_job_end(config(folder, 1), ended(folder, 1, code=1, loss=0.1))
+        end(results, folder, 1, code=1, loss=0.1)
     assert f"           0.1        7  {folder / 'run1'}  (exit code 1)\n" in capsys.readouterr().err
     assert [row["exit_code"] for row in read(folder)] == [0, 1]
 
@@ -132,39 +142,38 @@ def test_a_failure_goes_on_where_hydra_ends_the_sweep_after_it(folder: Path, cap
         sweep_as_newer_hydra(first, lambda: first.on_job_end(config(folder), stopped))
     assert [row["exit_code"] for row in read(folder)] == [75]
     assert capsys.readouterr().err.count("Runs by loss") == 1
-    second.on_job_end(config(folder, 1), ended(folder, 1, loss=0.5))
+    end(second, folder, 1, loss=0.5)
     with pytest.raises(KeyboardInterrupt):
         sweep_as_newer_hydra(second, interrupt)
     assert [(row["number"], row["earlier"]) for row in read(folder)] == [(1, False), (0, True)]
 
 
-def test_a_job_that_failed_elsewhere_leaves_the_others_alone(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_job_that_failed_elsewhere_leaves_the_others_alone(folder: Path, submitted: pytest.MonkeyPatch):
     results = SweepResults()
-    with monkeypatch.context() as job:
-        job.setenv("SUBMITIT_EXECUTOR", "slurm")
-        for number, code in enumerate((0, 2, 1)):
-            results.on_job_end(config(folder, number), ended(folder, number, code))
+    for number, code in enumerate((0, 2, 1)):
+        end(results, folder, number, code)
+    submitted.undo()
     with pytest.raises(SystemExit, match="2"):
         results.on_multirun_end(config(folder))
     assert {row["number"]: row["exit_code"] for row in read(folder)} == {0: 0, 1: 2, 2: 1}
 
 
+def job_of(folder: Path, number: int, state: str) -> SlurmJob:
+    return SlurmJob(
+        number, f"17_{number}", [f"run.seed={number}"], folder / f"run{number}", folder / f"{number}.out", state
+    )
+
+
 def test_a_job_that_left_nothing_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, submitted: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     results = SweepResults()
-    with monkeypatch.context() as job:
-        job.setenv("SUBMITIT_EXECUTOR", "slurm")
-        results.on_job_end(config(folder, 0), ended(folder, 0, loss=0.5))
-        results.on_job_end(config(folder, 2), ended(folder, 2, STOPPED))
+    end(results, folder, 0, loss=0.5)
+    end(results, folder, 2, STOPPED)
+    submitted.undo()
     ended(folder, 1, loss=0.25)
-    jobs = [
-        SlurmJob(
-            number, f"17_{number}", [f"run.seed={number}"], folder / f"run{number}", folder / f"{number}.out", state
-        )
-        for number, state in enumerate(("COMPLETED", "CANCELLED", "FAILED"))
-    ]
-    monkeypatch.setattr(sweep, "slurm_jobs", lambda: jobs)
+    jobs = [job_of(folder, *each) for each in enumerate(("COMPLETED", "CANCELLED", "FAILED"))]
+    submitted.setattr(sweep, "slurm_jobs", lambda: jobs)
     with pytest.raises(SystemExit, match="1"):
         results.on_multirun_end(config(folder))
     assert [(row["number"], row["exit_code"], row.get("state")) for row in read(folder)] == [
@@ -177,8 +186,7 @@ def test_a_job_that_left_nothing_is_named(
 
 
 def test_a_result_that_a_slow_folder_shows_late_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    job = SlurmJob(0, "17", ["run.seed=0"], folder / "run0", folder / "out", "COMPLETED")
-    monkeypatch.setattr(sweep, "slurm_jobs", lambda: [job])
+    monkeypatch.setattr(sweep, "slurm_jobs", lambda: [job_of(folder, 0, "COMPLETED")])
     results, late = SweepResults(), ended(folder, 0, loss=0.5)
     monkeypatch.setattr(sweep.time, "sleep", lambda seconds: results._write(config(folder, 0), late, 0))
     results.on_multirun_end(config(folder))
@@ -187,9 +195,8 @@ def test_a_result_that_a_slow_folder_shows_late_is_waited_for(folder: Path, monk
 
 def test_a_result_that_cannot_be_written_ends_the_sweep(folder: Path, capsys: pytest.CaptureFixture[str]):
     (folder / ".results").touch()
-    results = SweepResults()
     with pytest.raises(SystemExit, match="1"):
-        results.on_job_end(config(folder, 0), ended(folder, 0, loss=0.5))
+        end(SweepResults(), folder, 0, loss=0.5)
     assert [(row["number"], row["exit_code"]) for row in read(folder)] == [(0, 0)]
     said = capsys.readouterr().err
     assert ".json could not be written: " in said
@@ -199,21 +206,20 @@ def test_a_result_that_cannot_be_written_ends_the_sweep(folder: Path, capsys: py
 def test_the_code_of_a_run_is_kept_where_its_result_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch):
     (folder / ".results").touch()
     with pytest.raises(SystemExit, match="2"):
-        SweepResults().on_job_end(config(folder, 0), ended(folder, 0, code=2))
+        end(SweepResults(), folder, 0, code=2)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     with pytest.raises(SystemExit, match="1"):
-        SweepResults().on_job_end(config(folder, 1), ended(folder, 1))
+        end(SweepResults(), folder, 1)
 
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_summary_that_cannot_be_written_ends_in_a_failure(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
+    folder: Path, submitted: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
 ):
     results = SweepResults()
     (folder / "results.jsonl").mkdir()
-    with monkeypatch.context() as job:
-        job.setenv("SUBMITIT_EXECUTOR", "slurm")
-        results.on_job_end(config(folder, 0), ended(folder, 0, code, loss=0.5))
+    end(results, folder, 0, code, loss=0.5)
+    submitted.undo()
     with pytest.raises(SystemExit, match=str(code or 1)):
         results.on_multirun_end(config(folder))
     said = capsys.readouterr().err
@@ -228,12 +234,11 @@ def test_a_defect_ends_the_sweep_and_does_not_hide_why_it_ends(
         raise IndexError("a defect")
 
     monkeypatch.setattr(sweep, "table", fail)
-    results = SweepResults()
-    results.on_job_end(config(folder, 0), ended(folder, 0, loss=0.5))
+    results, second = SweepResults(), SweepResults()
+    end(results, folder, 0, loss=0.5)
     with pytest.raises(SystemExit, match="1"):
         results.on_multirun_end(config(folder))
-    second = SweepResults()
-    second.on_job_end(config(folder, 1), ended(folder, 1, loss=0.5))
+    end(second, folder, 1, loss=0.5)
 
     def sweep_as_newer_hydra() -> None:
         try:
@@ -246,12 +251,11 @@ def test_a_defect_ends_the_sweep_and_does_not_hide_why_it_ends(
     assert capsys.readouterr().err.count("IndexError: a defect") == 4
 
 
-def test_only_rank_zero_writes(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+def test_only_rank_zero_writes(folder: Path, submitted: pytest.MonkeyPatch):
+    submitted.setenv("RANK", "1")
     results = SweepResults()
     for number, code in enumerate((0, STOPPED)):
-        results.on_job_end(config(folder, number), ended(folder, number, code))
+        end(results, folder, number, code)
     results.on_multirun_end(config(folder))
     assert not (folder / ".results").exists()
     assert not (folder / "results.jsonl").exists()
@@ -285,17 +289,13 @@ class Slurm:
     ids=["preempted", "cancelled", "no answer", "not requeued"],
 )
 def test_a_stopped_job_goes_back_to_the_queue(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, slurm: Slurm, asked: list[str]
+    folder: Path, submitted: pytest.MonkeyPatch, slurm: Slurm, asked: list[str]
 ):
-    monkeypatch.setattr(slurm_jobs, "ask", slurm)
-    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    submitted.setattr(slurm_jobs, "ask", slurm)
+    submitted.setenv("SLURM_JOB_ID", "17")
     works = slurm.answers == Slurm("RUNNING").answers
-    if works:
-        with pytest.raises(SystemExit, match=str(STOPPED)):
-            SweepResults().on_job_end(config(folder), ended(folder, 0, STOPPED))
-    else:
-        SweepResults().on_job_end(config(folder), ended(folder, 0, STOPPED))
+    with pytest.raises(SystemExit, match=str(STOPPED)) if works else nullcontext():
+        end(SweepResults(), folder, 0, STOPPED)
     assert slurm.asked == asked
     assert (folder / ".results").exists() is not works
 
@@ -312,7 +312,7 @@ def test_one_job_of_an_array_is_requeued_alone(monkeypatch: pytest.MonkeyPatch):
 def test_without_a_queue_a_stopped_run_is_a_result(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
-    SweepResults().on_job_end(config(folder), ended(folder, 0, STOPPED))
+    end(SweepResults(), folder, 0, STOPPED)
     assert len(list((folder / ".results").glob("*.json"))) == 1
 
 
@@ -322,18 +322,13 @@ def test_client_that_fails_or_is_missing_answers_nothing(monkeypatch: pytest.Mon
     assert slurm_jobs.ask("no-such-program-anywhere") is None
 
 
-def test_a_sweep_on_slurm_needs_its_plugin(monkeypatch: pytest.MonkeyPatch):
+def test_a_sweep_on_slurm_needs_its_plugin_and_its_commands(monkeypatch: pytest.MonkeyPatch):
+    for there in ([], ["sbatch"]):
+        monkeypatch.setattr(shutil, "which", lambda name, there=there: name if name in there else None)
+        with pytest.raises(ConfigError, match=f"needs {'srun' if there else 'sbatch'}, which is not on the PATH"):
+            check_launcher(ON_SLURM)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install --editable '\.\[slurm\]'"):
-        check_launcher(ON_SLURM)
-
-
-def test_a_sweep_on_slurm_needs_sbatch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ConfigError, match="needs sbatch, which is not on the PATH"):
-        check_launcher(ON_SLURM)
-    monkeypatch.setattr(shutil, "which", lambda name: None if name == "srun" else f"/usr/bin/{name}")
-    with pytest.raises(ConfigError, match="needs srun, which is not on the PATH"):
         check_launcher(ON_SLURM)
 
 

@@ -120,14 +120,16 @@ def test_nothing_of_a_package_is_imported_before_it_is_allowed(own: str):
     assert own not in sys.modules
 
 
-@pytest.mark.parametrize("name", ["NoMap", "NoOptimizer"])
-def test_nested_classes_are_refused_too(own: str, name: str):
-    node = {"_target_": f"{own}.{name}", "_partial_": True}
-    at, message = (
-        ("task.filter", "does not define apply") if name == "NoMap" else ("optimizer.algorithm", "not inherit")
-    )
+@pytest.mark.parametrize(
+    ("key", "name", "message"),
+    [
+        ("task.filter", "NoMap", "does not define apply"),
+        ("optimizer.algorithm", "NoOptimizer", "does not inherit from Optimizer"),
+    ],
+)
+def test_nested_classes_are_refused_too(own: str, key: str, name: str, message: str):
     with pytest.raises(ConfigError, match=message):
-        check_component(at, node, [own], contracts=CONTRACTS)
+        check_component(key, {"_target_": f"{own}.{name}", "_partial_": True}, [own], contracts=CONTRACTS)
 
 
 @pytest.mark.parametrize(
@@ -157,13 +159,8 @@ def test_a_module_that_cannot_be_imported_is_refused_with_its_key(tmp_path: Path
         check_component("data", {"_target_": "mistyped.A"}, None)
 
 
-def test_an_argument_of_a_class_that_a_call_made_is_checked(own: str):
-    with pytest.raises(ConfigError, match=r"task.part.rank is unknown: \w+.Strange has no such argument"):
-        check_component("task.part", {"_target_": f"{own}.Strange", "rank": 3}, [own])
-
-
 def test_only_what_inherits_from_an_optimizer_or_schedule_is_trusted_in_the_engine():
-    assert is_trusted("cascade_train.engine.lr_schedule.CosineSchedule")
+    assert is_trusted("cascade_train.engine.lr_schedule.CosineDecaySchedule")
     assert not is_trusted("cascade_train.engine.checkpoint.store.CheckpointStore")
     assert not is_trusted("cascade_train.engine.loop.Trainer")
 
@@ -180,6 +177,8 @@ ATTACKS = (
     "torch.optim.Nothing",
     "cascade_train.data.stream.stream_samples",
     "cascade_train.data.stream.subprocess.run",
+    "torch.optim.adamw.torch.hub.load",
+    "cascade_train.engine.optimizer.Any",
     "cascade_train.files.durable.write_durably",
     "cascade_train.models.formats.weights.torch.load",
     "cascade_train.__main__.launch",
@@ -225,11 +224,6 @@ def test_whoever_lifts_the_rule_may_name_anything() -> None:
     check_component("task", {"_target_": "torch.hub.list", "github": "owner/name"}, None)
 
 
-def test_name_that_is_not_there_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"members has no 'Chil'. Did you mean tests.unit.config.members.Child\?"):
-        import_target("tests.unit.config.members.Chil")
-
-
 @pytest.mark.parametrize(
     ("target", "near"),
     [
@@ -265,11 +259,19 @@ def test_what_fails_while_it_is_imported_names_the_target(tmp_path: Path, monkey
     assert caught.value.__notes__ == ["while broken_library.Thing was imported"]
 
 
-def test_package_that_is_not_installed_is_refused():
-    with pytest.raises(
-        ConfigError, match="there is no module or package 'nowhere' where Python looks .*current folder, /.*PYTHONPATH"
-    ):
-        import_target("nowhere.at.All")
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("tests.unit.config.members.Chil", r"members has no 'Chil'. Did you mean tests.unit.config.members.Child\?"),
+        (
+            "nowhere.at.All",
+            "no module or package 'nowhere' where Python looks .*current folder, /.*PYTHONPATH",
+        ),
+    ],
+)
+def test_a_target_that_names_nothing_is_refused(target: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        import_target(target)
 
 
 def test_class_constants_are_read_with_inheritance():

@@ -51,16 +51,11 @@ def found(path: Path) -> Tar:
     return Tar(item=store.stat(str(path)), store=store)
 
 
-SMALL = {
-    "image_size": 16,
-    "crop": "center",
-    "shuffle_window_shards": 2,
-    "num_workers": 0,
-    "worker_start": "fork",
-    "index_dir": None,
-    "row_filters": None,
-}
-"""Options of any source."""
+ORDER: dict[str, Any] = {
+    "image_size": 16, "crop": "center", "shuffle_window_shards": 2, "num_workers": 0, "worker_start": "fork",
+}  # fmt: skip
+SMALL: dict[str, Any] = {**ORDER, "index_dir": None, "row_filters": None}
+"""Options of any source, and of those of files."""
 
 
 def webdataset(urls: Any, **options: Any) -> WebDataset:

@@ -17,20 +17,15 @@ from tests.unit.data import tars
 from tests.unit.data.dataset_contract import loading
 from tests.unit.data.test_folder import write
 
-ORDER = {"image_size": 16, "crop": "center", "shuffle_window_shards": 2, "num_workers": 0, "worker_start": "fork"}
-DRAWN = Captions(key="prompts", choose="random")
+DEFAULTS = {**tars.SMALL, "idx_to_prompt": None, "captions": Captions(key="prompts", choose="random")}
 
 
 def class_tars(urls: Any, **options: Any) -> ClassTars:
-    """Make a source with small defaults."""
-    defaults = {**ORDER, "index_dir": None, "row_filters": None, "idx_to_prompt": None, "captions": DRAWN}
-    return ClassTars(urls=str(urls), **{**defaults, **options})
+    return ClassTars(urls=str(urls), **{**DEFAULTS, **options})
 
 
 def class_folders(path: Path, **options: Any) -> ClassFolders:
-    """Make a source with small defaults."""
-    defaults = {**ORDER, "index_dir": None, "row_filters": None, "idx_to_prompt": None, "captions": DRAWN}
-    return ClassFolders(path=str(path), **{**defaults, **options})
+    return ClassFolders(path=str(path), **{**DEFAULTS, **options})
 
 
 def write_tar(path: Path, classes: list[str]) -> Path:

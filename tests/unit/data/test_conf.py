@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from cascade_train.config.components import construct
-from cascade_train.config.hydra_compat import BASE
+from cascade_train.config.launch import BASE
 from cascade_train.data.classification import ClassFolders, ClassTars
 from cascade_train.data.folder import Folder
 from cascade_train.data.mixture import Mixture

@@ -1,4 +1,4 @@
-"""Any number of sources as one: how often each sample comes, in which weight, and the same order for all."""
+"""Sources as one: shares, repetition, weights, and the same order for all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from cascade_train.data.captions import Captions
 from cascade_train.data.index.rows import repeat_counts
-from cascade_train.data.mixture import Mixture
+from cascade_train.data.mixture import Mixture, Regularised
 from cascade_train.data.shapes import Shapes
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
@@ -139,28 +139,6 @@ def test_sources_are_told_what_is_about_to_be_read_and_when_a_run_begins() -> No
     assert watched.recorded
 
 
-class _Odd(Shapes):
-    """Every other row only."""
-
-    def selectors(self) -> list[Any]:
-        from cascade_train.data.index.selection import Selection
-
-        return [lambda index: Selection(kept=index.table["shard"] == 0, reason="are odd")]
-
-    def open(self) -> Any:
-        index = super().open()
-        index.table["shard"][len(index) // 2 :] = 1
-        return index
-
-
-def test_what_a_source_leaves_out_stays_out() -> None:
-    base = shapes(samples=6)
-    source = mixture({"b": 2})
-    odd = _Odd(**{key: getattr(base, key) for key in (*ORDER, "samples", "seed")})
-    source.sources["a"] = odd
-    assert counts(source) == {"a": 3, "b": 2}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -198,3 +176,74 @@ def test_a_mixture_of_filtered_sources_resumes(tmp_path: Path) -> None:
         state = loader.state_dict()
         loader.load_state_dict(state)
         assert loader.position == 1
+
+
+def regularised(own: int = 5, others: int = 32, **options: Any) -> Regularised:
+    order = {key: options.pop(key) for key in ORDER if key in options}
+    source = shapes(samples=own, only=["star"], names={"star": "[star]"}, **order)
+    other = shapes(samples=others, seed=1, only=["circle"], **order)
+    top = {key: getattr(source, key) for key in ORDER}
+    return Regularised(source=source, regularisation=other, **{"share": 0.5, "weight": 0.25, **top, **options})
+
+
+class TestRegularised(DatasetContract):
+    order_digest = "b646e2e75ce09689"
+    samples = 37
+
+    @classmethod
+    def make_source(cls, folder: Path, **options: Any) -> Regularised:
+        return regularised(share=0.9, **options)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "share", "times"),
+    [(5, 32, 0.5, (6, 1)), (32, 5, 0.5, (1, 6)), (10, 10, 0.5, (1, 1)), (10, 30, 0.2, (12, 1)), (10, 30, 0.8, (1, 1))],
+)
+def test_the_smaller_side_is_repeated_until_the_share_is_met(
+    own: int, others: int, share: float, times: tuple[int, int]
+) -> None:
+    source = regularised(own, others, share=share)
+    index = source.open()
+    names = Counter(source.read(row).key for row in range(len(index)))
+    counts = {
+        side: {n for key, n in names.items() if key.startswith(side)} for side in ("shapes-seed0", "shapes-seed1")
+    }
+    assert (counts["shapes-seed0"], counts["shapes-seed1"]) == ({times[0]}, {times[1]})
+    assert all(index.name(row) == f"regularised:{source.read(row).key}" for row in range(len(index)))
+
+
+def test_every_batch_holds_about_the_share_however_small_a_side_and_its_windows_are() -> None:
+    with loading(regularised(4, 400, shuffle_window_shards=1), global_batch_size=40) as loader:
+        steps = [next(loader) for _ in range(18)]
+    own = [[key.startswith("shapes-seed0") for batch in step for key in batch.keys] for step in steps]
+    assert 8 <= min(map(sum, own)) <= max(map(sum, own)) <= 32
+    weights = [torch.cat([batch.weight_B for batch in step]).tolist() for step in steps]
+    assert weights == [[1.0 if is_own else 0.25 for is_own in step] for step in own]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"share": 1.0}, "data.share=1.0 must lie between 0 and 1: it is the regularisation's part"),
+        ({"weight": 0.0}, "data.weight=0.0 must be above 0: it multiplies the regularisation's loss"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        regularised(**options)
+
+
+def test_each_side_leaves_out_what_its_own_filters_refuse() -> None:
+    source = regularised(6, 6)
+    source.regularisation = shapes(samples=6, seed=1, size_filters={"width": "> 1000"})
+    with pytest.raises(ConfigError, match="6 of 6 samples do not meet data.size_filters"):
+        source.open()
+    source.regularisation = shapes(samples=6, seed=1, size_filters={"width": "> 1"})
+    assert len(source.open()) == 12
+
+
+def test_streams_are_no_side() -> None:
+    source = regularised()
+    source.regularisation = tars.webdataset(["pipe:true"], image_size=source.image_size)
+    with pytest.raises(ConfigError, match="streams cannot be mixed with other samples: give tars that"):
+        source.open()

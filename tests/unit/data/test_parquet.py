@@ -23,16 +23,9 @@ from tests.unit.data.dataset_contract import DatasetContract
 
 
 def parquet(path: Any, **options: Any) -> Parquet:
-    """Make a source with small defaults."""
-    defaults = {
-        **tars.SMALL,
-        "image_column": "image",
-        "caption_column": "text",
-        "width_column": None,
-        "height_column": None,
-        "root": None,
-    }
-    return Parquet(path=path if isinstance(path, list) else str(path), **{**defaults, **options})
+    columns = {"image_column": "image", "caption_column": "text", "width_column": None, "height_column": None}
+    options = {**tars.SMALL, **columns, "root": None, **options}
+    return Parquet(path=path if isinstance(path, list) else str(path), **options)
 
 
 def write(path: Path, rows: list[dict[str, Any]], group: int = 4) -> Path:
@@ -202,12 +195,6 @@ def test_damage_is_found_at_the_start_and_during_the_run(tmp_path: Path) -> None
     path.write_bytes(b"PAR1" + bytes(200))
     with pytest.raises(UnreadableSampleError, match="row group 0 of .* is damaged"):
         source.read(0)
-
-
-def test_captions_of_several_texts_are_lines(tmp_path: Path) -> None:
-    source = parquet(write(tmp_path / "a.parquet", [{"image": tars.picture(), "text": ["one", "two"]}]))
-    source.open()
-    assert source.read(0).caption == "one\ntwo"
 
 
 def test_a_value_that_python_does_not_have_is_absent(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ import pytest
 
 from cascade_train.data.tar import index as tar_index
 from cascade_train.data.tar.files import Tar
-from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
-from tests.unit.data.dataset_contract import content, contents, loading
+from tests.unit.data.dataset_contract import contents, loading
 from tests.unit.data.loopback import BUCKET, point_at, s3_server
 
 pytestmark = pytest.mark.s3
@@ -88,16 +87,6 @@ def test_remote_tars_give_the_batches_of_local_ones(bucket: Bucket, folder: Path
     assert contents(apart, 3) == expected
     mixed = [str(folder / "part-0.tar"), f"{PREFIX}part-1.tar", f"file:{folder}/part-2.tar"]
     assert contents(tars.webdataset(mixed), 3) == expected
-
-
-def test_a_run_moves_to_remote_tars_and_goes_on(bucket: Bucket, folder: Path) -> None:
-    bucket.put_all(folder)
-    with loading(tars.webdataset(folder / "part-{0..2}.tar")) as loader:
-        next(loader)
-        state, expected = json.loads(json.dumps(loader.state_dict())), content(next(loader))
-    with loading(tars.webdataset(PREFIX)) as loader:
-        loader.load_state_dict(state)
-        assert content(next(loader)) == expected
 
 
 @pytest.mark.parametrize("prefix", ["s3://bucket/sets", "s3://bucket/sets/", "s3://bucket/sets/deep/er/par"])
@@ -234,31 +223,6 @@ def test_sources_of_one_run_share_the_record(bucket: Bucket, folder: Path, tmp_p
 def test_what_is_not_there_is_named(bucket: Bucket, url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tars.webdataset(url).open()
-
-
-def test_a_damaged_remote_tar_is_named(bucket: Bucket, folder: Path) -> None:
-    path = folder / "part-0.tar"
-    path.write_bytes(path.read_bytes()[:-10_000])
-    bucket.put_all(folder)
-    with pytest.raises(ConfigError, match=f"{PREFIX}part-0.tar is cut short"):
-        tars.webdataset(PREFIX).open()
-
-
-def test_an_object_that_changes_under_a_run_ends_it(bucket: Bucket, folder: Path) -> None:
-    bucket.put_all(folder)
-    source: WebDataset = tars.webdataset(f"{PREFIX}part-1.tar")
-    with loading(source, global_batch_size=4, micro_batch_size=4) as loader:
-        next(loader)
-        bucket.put(folder / "part-0.tar", "set/part-1.tar")
-        with pytest.raises(RuntimeError, match="part-1.tar changed during the run: its ETag was"):
-            next(loader)
-
-
-def test_nothing_of_boto_is_logged(bucket: Bucket, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    bucket.put_all(folder)
-    with caplog.at_level(logging.INFO):
-        tars.webdataset(PREFIX).open()
-    assert "never-shown" not in caplog.text
 
 
 def test_local_tars_of_a_mixed_list_are_read_by_one_thread(

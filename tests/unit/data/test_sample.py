@@ -56,11 +56,8 @@ def test_files_of_a_folder_have_limits_and_devices_are_not_opened(tmp_path: Path
     (tmp_path / "a.txt").write_text("x" * 2048)
     (tmp_path / "c.png").unlink()
     (tmp_path / "c.png").symlink_to("/dev/zero")
-    for row, reason in (
-        (0, "its caption has 2048 bytes"),
-        (1, "its json is damaged: .* or too large"),
-        (2, "its image is no plain file"),
-    ):
+    reasons = ("its caption has 2048 bytes", "its json is damaged: .* or too large", "its image is no plain file")
+    for row, reason in enumerate(reasons):
         with pytest.raises(UnreadableSampleError, match=reason):
             source.read(row)
     assert source.read(3).caption == "a caption"

@@ -80,11 +80,6 @@ def test_velocity_and_epsilon_weights_agree_through_snr_plus_one() -> None:
     torch.testing.assert_close(composed(LOGSNR), LOGSNR.sigmoid())
 
 
-def test_min_snr_over_snr_never_exceeds_one() -> None:
-    weight = ComposedLossWeight(mul=[MinSNRLossWeight(max_snr=5.0)], div=[SNRLossWeight()])
-    torch.testing.assert_close(weight(LOGSNR), (5 / LOGSNR.exp()).clamp(max=1))
-
-
 def test_weights_without_state_learn_nothing() -> None:
     for weight in WEIGHTS:
         before = weight(LOGSNR)
@@ -121,7 +116,7 @@ def test_an_adaptive_weight_stays_in_its_range() -> None:
 
 def test_the_last_of_duplicates_wins_where_asked_for() -> None:
     weight = adaptive(duplicates="last", beta=0.0)
-    weight.after_step(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 4.0]))
+    weight.after_step(torch.tensor([1.0, -5.0, 1.0, 5.0]), torch.tensor([2.0, 5.0, 4.0, 1.0]))
     assert weight(torch.tensor([1.0])) == 0.25
 
 
@@ -135,9 +130,17 @@ def test_a_composed_weight_keeps_the_state_of_its_parts() -> None:
         "mul.1.bucket_loss": (300,),
         "div.0.bucket_loss": (7,),
     }
-    fresh.load_state_dict(weight.state_dict())
+    saved = weight.state_dict()
+    fresh.load_state_dict(saved)
     assert torch.equal(fresh(LOGSNR), weight(LOGSNR))
     assert not torch.equal(fresh(LOGSNR), make()(LOGSNR))
+    weight.after_step(LOGSNR, 2 * LOGSNR.exp())
+    assert torch.equal(fresh.state_dict()["mul.1.bucket_loss"], saved["mul.1.bucket_loss"]), "a copy"
+
+
+def test_state_of_another_number_of_buckets_is_refused() -> None:
+    with pytest.raises(ConfigError, match="buckets=4, but the saved state has 7"):
+        adaptive(buckets=4).load_state_dict({"bucket_loss": torch.ones(7)})
 
 
 @pytest.mark.parametrize(

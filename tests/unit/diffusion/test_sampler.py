@@ -208,12 +208,6 @@ def test_a_pair_of_scales_goes_from_noise_to_data(build: Build) -> None:
     assert [float(step.pred.mean()) for step in steps] == pytest.approx([6.0, 5.0, 4.0, 3.0])
 
 
-def test_another_schedule_may_set_the_levels(build: Build) -> None:
-    objective, other = build("gdf"), build("rectified_flow").schedule
-    network = IdealNetwork(objective, 50, other)
-    assert sample(network, objective=objective, noise=noise(1), steps=50, schedule=other).isfinite().all()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

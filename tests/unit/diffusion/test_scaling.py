@@ -27,11 +27,6 @@ def test_lerp_is_a_straight_line() -> None:
     torch.testing.assert_close(a_B + b_B, torch.ones_like(LOGSNR))
 
 
-def test_lerp_is_halfway_at_equal_power() -> None:
-    a_B, b_B = LerpScaling()(torch.zeros(1))
-    assert a_B == b_B == 0.5
-
-
 @pytest.mark.parametrize("scaling", [VPScaling(), LerpScaling()], ids=lambda s: type(s).__name__)
 def test_a_stretch_reaches_pure_noise_and_pure_data(scaling: Scaling) -> None:
     a_B, b_B = StretchedScaling(scaling=scaling, schedule=COSINE)(COSINE(torch.tensor([1.0, 0.0])))

@@ -99,11 +99,6 @@ def test_cosine_trains_at_t_between_a_thousandth_and_one() -> None:
     torch.testing.assert_close(COSINE.sample(u_B), COSINE(torch.tensor([1.0, 1.0, 1.0, 0.601, 0.001])))
 
 
-def test_cosine_shift_of_training_is_the_calls_shift() -> None:
-    u_B = torch.tensor([0.2, 0.5, 0.8])
-    torch.testing.assert_close(COSINE.sample(u_B, shift=4.0), COSINE(1.001 - u_B, shift=4.0))
-
-
 def test_discrete_steps_round_floats_and_index_with_integers() -> None:
     coarse = replace(COSINE, discrete_steps=5)
     expected = COSINE(torch.tensor([0.0, 0.25, 0.5, 1.0]))
@@ -151,19 +146,11 @@ def test_interpolation_takes_each_schedule_at_its_end() -> None:
     torch.testing.assert_close(ends[1], LINEAR(torch.tensor(0.0), shift=2.0), atol=1e-5, rtol=0)
 
 
-def test_limits_that_are_not_finite_are_refused() -> None:
-    with pytest.raises(ConfigError, match="logSNR at t=1 and t=0 is .*must be finite"):
-        SqrtSchedule(s=1e-3, clamp_range=[1e-4, 0.9999], norm_instead=True)
-
-
-def test_interpolation_wants_one_shift_per_schedule() -> None:
-    with pytest.raises(ConfigError, match="two numbers, one per schedule"):
-        InterpolatedSchedule(first=COSINE, second=LINEAR, shifts=[1.0])
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: replace(SCHEDULES["sqrt"], s=1e-3, norm_instead=True), "logSNR at t=1 and t=0 is .*must be finite"),
+        (lambda: InterpolatedSchedule(first=COSINE, second=LINEAR, shifts=[1.0]), "two numbers, one per schedule"),
         (lambda: replace(COSINE, shift=0.0), "shift=0.0 must be greater than"),
         (lambda: replace(COSINE, discrete_steps=1), "discrete_steps=1 must be greater than"),
         (lambda: replace(COSINE, s=-0.1), r"s=-0.1 must lie in \[0.0, 1.0\]"),

@@ -17,7 +17,6 @@ from cascade_train.diffusion.sampler import ImageNoise, sample
 from cascade_train.diffusion.scaling import EDMScaling, VPScaling
 from cascade_train.diffusion.schedule import DDPMSchedule
 from cascade_train.diffusion.target import EDMTarget
-from cascade_train.diffusion.timestep_bias import TimestepBias
 from cascade_train.errors import ConfigError
 
 Build = Callable[..., Objective]
@@ -80,26 +79,6 @@ def test_a_perturbed_input_is_the_training_scripts_and_keeps_its_target(build: B
     expected = theirs.add_noise(x0, noise + 0.1 * further, torch.arange(999, -1, -1))
     torch.testing.assert_close(diffused.noised, expected, atol=2e-6, rtol=1e-6)
     assert torch.equal(diffused.target, noise)
-
-
-@pytest.mark.parametrize(
-    ("bias", "favoured"),
-    [
-        ({"strategy": "later"}, slice(-250, None)),
-        ({"strategy": "earlier"}, slice(0, 250)),
-        ({"strategy": "range", "begin": 0.2, "end": 0.5}, slice(200, 500)),
-    ],
-)
-def test_timesteps_are_favoured_as_the_training_scripts_do(bias: dict[str, Any], favoured: slice) -> None:
-    """diffusers, train_text_to_image_sdxl.py: generate_timestep_weights, multiplier 2, portion 0.25."""
-    weights = torch.ones(1000)
-    weights[favoured] *= 2
-    drawn_B = TimestepBias(**{"multiplier": 2.0, "begin": 0.0, "end": 1.0, "portion": 0.25} | bias)(
-        (torch.arange(500_000) + 0.5) / 500_000
-    )
-    steps_B = DDPMTimestepCondition(schedule=schedule())(schedule().sample(drawn_B)).long()
-    found = torch.bincount(steps_B, minlength=1000) / 500_000
-    torch.testing.assert_close(found, weights / weights.sum(), atol=1.5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])

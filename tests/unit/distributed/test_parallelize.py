@@ -6,12 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 
 from cascade_train.distributed import parallelize as seam
-from cascade_train.distributed.parallelize import (
-    materialise,
-    offload_policy,
-    parallelize,
-    refuse_meta,
-)
+from cascade_train.distributed.parallelize import materialise, offload_policy, parallelize, refuse_meta
 from cascade_train.distributed.process_group import build_mesh
 from cascade_train.errors import ConfigError
 

@@ -35,19 +35,17 @@ def test_every_mode_is_a_point_of_one_mesh(mode, ranks, shard_size, fits, shape)
     assert mesh_shape(mode, ranks, shard_size=shard_size, machine_ranks=8, fits=fits) == shape
 
 
-def test_single_on_several_ranks_is_refused():
-    with pytest.raises(ConfigError, match="unsynchronised copies would train apart"):
-        mesh_shape("single", 2, shard_size=None, machine_ranks=2, fits=True)
-
-
-def test_a_shard_size_that_does_not_divide_is_refused():
-    with pytest.raises(ConfigError, match="parallel.shard_size=3 does not divide the 4 ranks"):
-        mesh_shape("hsdp", 4, shard_size=3, machine_ranks=4, fits=True)
-
-
-def test_machines_of_different_size_form_no_groups_by_machine():
-    with pytest.raises(ConfigError, match="shard_size=8 does not divide the 12 ranks.*on every machine"):
-        mesh_shape("hsdp", 12, shard_size=None, machine_ranks=8, fits=True)
+@pytest.mark.parametrize(
+    ("mode", "ranks", "shard_size", "message"),
+    [
+        ("single", 2, None, "unsynchronised copies would train apart"),
+        ("hsdp", 4, 3, "parallel.shard_size=3 does not divide the 4 ranks"),
+        ("hsdp", 12, None, "shard_size=8 does not divide the 12 ranks.*on every machine"),
+    ],
+)
+def test_a_mode_that_these_ranks_cannot_form_is_refused(mode, ranks, shard_size, message):
+    with pytest.raises(ConfigError, match=message):
+        mesh_shape(mode, ranks, shard_size=shard_size, machine_ranks=8, fits=True)
 
 
 def test_a_rank_alone_has_a_group_and_a_mesh_and_leaves_them():
@@ -103,25 +101,17 @@ def test_ranks_with_and_without_gpus_are_refused(monkeypatch):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_cannot_meet_say_where_they_tried(monkeypatch, rank):
     monkeypatch.setattr(module, "MEETING_SECONDS", 1.0)
-    for key, value in {
-        "RANK": rank,
-        "WORLD_SIZE": 2,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_ports(1)[0],
-    }.items():
-        monkeypatch.setenv(key, str(value))
-    match = rf"Rank {rank} of 2 on .* at MASTER_ADDR=127.0.0.1, MASTER_PORT=\d+: .* In a job of SLURM, .* sbatch/env.sh"
-    with pytest.raises(RunError, match=match), process_group():
-        pass
-    assert not dist.is_initialized()
-
-
-def test_a_rank_that_is_told_nowhere_to_meet_says_so(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(RunError, match="MASTER_ADDR=not set"), process_group():
         pass
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
+    match = rf"Rank {rank} of 2 on .* at MASTER_ADDR=127.0.0.1, MASTER_PORT=\d+: .* In a job of SLURM, .* sbatch/env.sh"
+    with pytest.raises(RunError, match=match), process_group():
+        pass
+    assert not dist.is_initialized()
 
 
 def test_ranks_meet_for_minutes_and_load_for_hours(world):

@@ -8,14 +8,7 @@ import torch
 from torch import nn
 
 from cascade_train.distributed import whole
-from cascade_train.distributed.parallelize import (
-    evaluating,
-    groups_of,
-    move,
-    parallelize,
-    reshard,
-    settle_gradients,
-)
+from cascade_train.distributed.parallelize import evaluating, groups_of, move, parallelize, reshard, settle_gradients
 from cascade_train.distributed.process_group import build_mesh
 from cascade_train.distributed.whole import Whole
 

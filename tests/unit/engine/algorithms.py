@@ -12,6 +12,7 @@ from torch import nn
 from cascade_train.config.components import construct
 from cascade_train.distributed import parallelize as seam
 from cascade_train.distributed.parallelize import local, parallelize
+from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.lr_schedule import ConstantSchedule
 from cascade_train.engine.phase import BoundPhase, trainable_parameters
 from cascade_train.tasks.base import Phase
@@ -90,6 +91,14 @@ def train(phase: BoundPhase, steps: range, *, rank: int = 0, ranks: int = 1) -> 
         phase.update(step, 100, torch.tensor(0.0))
         losses.append(loss.item())
     return losses
+
+
+def restored(phase: BoundPhase, store: CheckpointStore, path: Path) -> BoundPhase:
+    """Load a checkpoint of a phase's state alone into a new phase, and return it."""
+    state = phase.state_dict()
+    store.load(path, state)
+    phase.load_state_dict(state)
+    return phase
 
 
 def computes_in(phase: BoundPhase) -> torch.dtype:

@@ -1,10 +1,8 @@
 """Every optimizer of `conf/`: trained, stopped and continued to the bit, on the tiny cascade, and in bytes."""
 
 import importlib
-import inspect
 import re
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from cascade_train.engine.optimizer import can_withhold
 from cascade_train.engine.phase import averaged, evaluated
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import checked
-from tests.unit.engine.algorithms import CONF, NEED_WHOLE, OPTIONS, Small, bound, same, spec, train, weights
+from tests.unit.engine.algorithms import NEED_WHOLE, OPTIONS, Small, bound, restored, same, spec, train, weights
 from tests.unit.tasks.task_contract import attached, component, make_batch, trainable
 
 SHARDED = [option for option in OPTIONS if option not in NEED_WHOLE]
@@ -46,10 +44,7 @@ def test_it_learns_and_resumes_to_the_bit(world, tmp_path, monkeypatch, option, 
     path, at_two = store.save(2, phase.state_dict(), {}), weights(phase)
     losses += train(phase, range(3, 8))
     assert losses[-1] < losses[0]
-    resumed = bound(option, mesh, start_step=start_step)
-    state = resumed.state_dict()
-    store.load(path, state)
-    resumed.load_state_dict(state)
+    resumed = restored(bound(option, mesh, start_step=start_step), store, path)
     assert same(at_two, weights(resumed))
     assert losses[-5:] == train(resumed, range(3, 8))
     assert same(weights(phase), weights(resumed))
@@ -314,11 +309,3 @@ def test_the_page_has_the_bytes_of_a_parameter(repository):
         (state,) = optimizer.state_dict()["state"].values()
         found = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor)) / weight.numel()
         assert float(listed[option]) == pytest.approx(found, abs=0.02), option
-
-
-def test_each_algorithm_takes_what_its_file_names():
-    for option in OPTIONS:
-        made = spec(option).algorithm
-        assert isinstance(made, partial)
-        assert made.keywords.keys() <= inspect.signature(made.func).parameters.keys(), option
-    assert len(list(CONF.glob("*.yaml"))) == len(OPTIONS) + 1

@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from cascade_train.distributed.process_group import process_group
 from cascade_train.engine.checkpoint import writing as checkpoint_writing
-from cascade_train.engine.checkpoint.folder import Retention
-from cascade_train.engine.checkpoint.manifest import find_fault, read_manifest
+from cascade_train.engine.checkpoint.folder import Retention, find_fault, read_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.errors import RunError
 
@@ -36,7 +35,7 @@ def state(seed):
 
 @pytest.fixture
 def store(world, tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints", asynchronous=True)
+    store = CheckpointStore(tmp_path / "checkpoints", retention=Retention(keep_last=2), asynchronous=True)
     yield store
     store.close()
 
@@ -68,8 +67,11 @@ def test_training_goes_on_while_the_state_of_then_is_written(store, gate):
     assert not store.failed
     assert names(store) == [".step_1.saving"]
     assert store.newest() is None
+    so_far = store.save_seconds
+    assert 0.0 < so_far < 60.0
     gate.set()
     store.wait()
+    assert store.save_seconds == store.save_seconds > so_far, "the clock stops with the save"
     loaded = state(2)
     assert store.load(path, loaded) == {"step": 1, "data": {"position": 5}}
     assert all(torch.equal(loaded[key], state(1)[key]) for key in ("weight", "half", "view"))
@@ -87,6 +89,9 @@ def test_a_save_waits_for_the_one_in_flight_instead_of_doubling_it(store, gate):
         loaded = state(9)
         store.load(store.directory / f"step_{step}", loaded)
         assert torch.equal(loaded["weight"], state(step)["weight"])
+    store.save(3, state(3), {})
+    store.wait()
+    assert names(store) == ["step_2", "step_3"], "retention is applied by the thread too"
 
 
 def test_both_ways_of_saving_write_the_same_bytes(store, tmp_path):
@@ -157,14 +162,6 @@ def test_an_end_by_another_error_says_what_was_lost(store, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         store.close()
     assert "the checkpoint that was being written is lost: a checkpoint could not be written" in caplog.text
-
-
-def test_retention_is_applied_beside_the_loop_too(world, tmp_path):
-    store = CheckpointStore(tmp_path, retention=Retention(keep_last=1), asynchronous=True)
-    for step in (1, 2, 3):
-        store.save(step, state(step), {})
-    store.wait()
-    assert names(store) == ["step_3"]
 
 
 @FORKS

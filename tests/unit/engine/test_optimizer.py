@@ -1,6 +1,7 @@
 """What decays, how the rate scales, and that an update can be withheld."""
 
 import inspect
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from cascade_train.engine.optimizer import REFUSED, OptimizerSpec, can_withhold,
 from cascade_train.engine.phase import BoundPhase, Ema, trainable_parameters
 from cascade_train.errors import ConfigError
 from cascade_train.tasks.base import Phase
+from tests.unit.engine.algorithms import restored
 
 
 def spec(**changes):
@@ -83,11 +85,6 @@ def test_a_device_holds_what_trains_with_the_state_that_its_optimizer_keeps(monk
     assert not fits(network, frozen, state=[8.1])
     assert fits(network, frozen, dtype=torch.float32, state=[10.0])
     assert fits(network, frozen, state=[99.0], device="cpu")
-
-
-def test_groups_without_parameters_are_left_out():
-    optimizer = spec(algorithm=torch.optim.SGD).build({"a.bias": nn.Parameter(torch.ones(3))}, 1)
-    assert len(optimizer.param_groups) == 1
 
 
 def test_fused_adamw_leaves_weights_and_moments_when_withheld():
@@ -152,11 +149,11 @@ def matrices(mesh):
     return network
 
 
-def bound(algorithm, mesh, start_step=1):
-    network = matrices(mesh)
+def bound(algorithm, mesh, start_step=1, *, network=None, **changes):
+    network = matrices(mesh) if network is None else network
     phase = Phase(name="main", modules={"n": network}, units={"n": []}, loss=network, start_step=start_step)
     decay = 0.0 if algorithm is torch.optim.Rprop else 0.1
-    optimizer = spec(algorithm=algorithm, weight_decay=decay).build(trainable_parameters(phase), 1)
+    optimizer = spec(algorithm=algorithm, weight_decay=decay, **changes).build(trainable_parameters(phase), 1)
     constant = ConstantSchedule(warmup_steps=0)
     return BoundPhase(phase, optimizer=optimizer, base_lr=1e-2, lr_schedule=constant, ema=None, max_grad_norm=1.0)
 
@@ -187,10 +184,7 @@ def test_every_dense_optimizer_of_torch_trains_and_resumes_bitwise(
     path = store.save(2, whole.state_dict(), {})
     last = train(whole, range(3, 6))
     assert all(not torch.equal(a, b) and b.isfinite().all() for a, b in zip(before, last, strict=True))
-    resumed = bound(algorithm, mesh, start_step)
-    state = resumed.state_dict()
-    store.load(path, state)
-    resumed.load_state_dict(state)
+    resumed = restored(bound(algorithm, mesh, start_step), store, path)
     at_two = [local(p.detach()) for p in resumed.parameters.values()]
     assert all(torch.equal(a, b) for a, b in zip(first, at_two, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(last, train(resumed, range(3, 6)), strict=True))
@@ -270,16 +264,11 @@ def test_gradients_are_clipped_as_torch_clips_them(world, dtype, in_update, max_
 
 
 def test_moments_stay_with_their_weights_where_other_weights_decay(world):
-    def phase_that(decay):
-        torch.manual_seed(0)
-        network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        phase = Phase(name="main", modules={"n": network}, units={"n": []}, loss=network)
-        optimizer = spec(algorithm=partial(torch.optim.AdamW, fused=True), decay=decay, weight_decay=0.1)
-        built = optimizer.build(trainable_parameters(phase), 1)
-        constant = ConstantSchedule(warmup_steps=0)
-        return BoundPhase(phase, optimizer=built, base_lr=1e-2, lr_schedule=constant, ema=None, max_grad_norm=1.0)
-
-    before, after = phase_that("matrices"), phase_that("all")
+    fused, networks = partial(torch.optim.AdamW, fused=True), [nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))] * 2
+    before, after = (
+        bound(fused, None, network=deepcopy(network), decay=decay)
+        for network, decay in zip(networks, ("matrices", "all"), strict=True)
+    )
     before.phase.loss(torch.randn(5, 3)).square().sum().backward()
     before.clip()
     before.update(1, 10, torch.tensor(0.0))

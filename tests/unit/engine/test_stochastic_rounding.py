@@ -14,14 +14,14 @@ from cascade_train.assembly.components import build_parts
 from cascade_train.assembly.model import stored_dtype
 from cascade_train.distributed import parallelize as seam
 from cascade_train.distributed.process_group import build_mesh
-from cascade_train.engine.algorithms.stochastic_rounding import StochasticRounding, random_bits, rounded
+from cascade_train.engine.algorithms.stochastic_rounding import StochasticRounding, random_bits, round_bf16
 from cascade_train.engine.average import Ema
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.errors import ConfigError
 from tests.integration.runs import cut_back, exported_weights, read_metrics
 from tests.integration.runs import train as train_run
 from tests.unit.config.composing import checked
-from tests.unit.engine.algorithms import Small, bound, same, spec, train, weights
+from tests.unit.engine.algorithms import Small, bound, restored, same, spec, train, weights
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -31,20 +31,22 @@ ROUNDED = ("adamw", "adamw_8bit", "lion", "adafactor")
 def test_values_between_two_of_bf16_are_rounded_up_in_proportion():
     count = 2**18
     for value in (1.0 + 2**-10, 1.0 + 3 * 2**-10, -2.0 - 2**-9, 3e-5):
-        found = rounded(torch.full((count,), value), random_bits(7, 0, count, CPU)).double()
+        found = round_bf16(torch.full((count,), value), random_bits(7, 0, count, CPU)).double()
         low, high = found.min().item(), found.max().item()
         assert low < value < high
         deviation = (high - low) / 2 / count**0.5
         assert abs(found.mean().item() - value) < 4 * deviation
-    over_steps = torch.stack([rounded(torch.tensor([1.0 + 2**-9]), random_bits(key, 3, 1, CPU)) for key in range(4096)])
+    over_steps = torch.stack(
+        [round_bf16(torch.tensor([1.0 + 2**-9]), random_bits(key, 3, 1, CPU)) for key in range(4096)]
+    )
     assert abs(over_steps.double().mean().item() - (1.0 + 2**-9)) < 4 * 2**-8 / 4096**0.5
 
 
 def test_what_is_no_number_stays_none_whatever_its_bits():
     patterns = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32)  # the first is CUDA's
-    assert rounded(patterns.view(torch.float32), random_bits(1, 0, 4, CPU)).isnan().all()
+    assert round_bf16(patterns.view(torch.float32), random_bits(1, 0, 4, CPU)).isnan().all()
     largest = torch.finfo(torch.float32).max
-    found = rounded(torch.tensor([largest, -largest, 1e-40]), torch.full((3,), 0xFFFF, dtype=torch.int32))
+    found = round_bf16(torch.tensor([largest, -largest, 1e-40]), torch.full((3,), 0xFFFF, dtype=torch.int32))
     assert found[:2].tolist() == [torch.inf, -torch.inf]
     assert 0.0 < found[2].item() < 2e-40
 
@@ -66,7 +68,7 @@ def test_bits_of_steps_names_and_neighbours_are_not_correlated():
 def test_what_bf16_holds_stays_and_bits_are_uniform():
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(BF16)
     kept = torch.cat([values, torch.tensor([0.0, torch.inf, -torch.inf], dtype=BF16)])
-    assert torch.equal(rounded(kept.float(), random_bits(1, 0, len(kept), CPU)), kept)
+    assert torch.equal(round_bf16(kept.float(), random_bits(1, 0, len(kept), CPU)), kept)
     bits = random_bits(2**32 - 1, 2**31 - 50000, 100000, CPU)  # beyond int32 too
     counts = np.bincount(bits.numpy() >> 8, minlength=256)
     assert bits.min() >= 0
@@ -106,10 +108,7 @@ def test_it_learns_and_resumes_to_the_bit_whole_and_sharded(world, tmp_path, mon
     assert losses[-1] < losses[0]
     for sharded in (False, True) if option != "adafactor" else (False,):
         monkeypatch.setattr(seam, "is_whole", lambda *_, whole=not sharded: whole)
-        resumed = bound(option, mesh, dtype=BF16)
-        state = resumed.state_dict()
-        store.load(path, state)
-        resumed.load_state_dict(state)
+        resumed = restored(bound(option, mesh, dtype=BF16), store, path)
         assert losses[2:] == train(resumed, range(3, 8))
         assert same(weights(phase), weights(resumed))
 
@@ -130,10 +129,7 @@ def test_layers_that_share_a_weight_are_rounded_once_and_resume_to_the_bit(world
     losses = train(phase, range(1, 3))
     path = store.save(2, phase.state_dict(), {})
     losses += train(phase, range(3, 6))
-    state = resumed.state_dict()
-    store.load(path, state)
-    resumed.load_state_dict(state)
-    assert losses[2:] == train(resumed, range(3, 6))
+    assert losses[2:] == train(restored(resumed, store, path), range(3, 6))
     assert same(weights(phase), weights(resumed))
     network = resumed.phase.modules["n"]
     assert network.again.weight is network.wide.weight

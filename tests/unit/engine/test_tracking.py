@@ -31,25 +31,21 @@ def picture(tmp_path):
 
 
 class StandIn(types.ModuleType):
-    """What the library uses of wandb."""
+    """What the library uses of wandb; `of` returns the arguments of each call."""
 
     def __init__(self):
         super().__init__("wandb")
         self.calls = []
-        self.config = types.SimpleNamespace(update=lambda values, **_: self.calls.append(("config", values)))
+        self.config = types.SimpleNamespace(update=self._called("config"))
         self.Image = lambda array: ("image", array.shape)
 
+    def _called(self, kind):
+        return lambda *given, **named: self.calls.append((kind, *given, *([named] if named else [])))
+
     def init(self, **arguments):
-        self.calls.append(("init", arguments))
-        log = lambda values, step=None: self.calls.append(("log", values, step))  # noqa: E731
-        self.run = types.SimpleNamespace(
-            id=arguments["id"] or "new-id",
-            notes=None,
-            log=log,
-            define_metric=lambda *a, **k: self.calls.append(("define_metric", a, k)),
-            finish=lambda: self.calls.append(("finish",)),
-            alert=lambda **given: self.calls.append(("alert", given)),
-        )
+        self._called("init")(**arguments)
+        calls = {kind: self._called(kind) for kind in ("log", "define_metric", "finish", "alert")}
+        self.run = types.SimpleNamespace(id=arguments["id"] or "new-id", notes=None, **calls)
         return self.run
 
     def of(self, kind):
@@ -112,12 +108,9 @@ def test_wandb_gets_its_settings_and_every_step(world, tmp_path, wandb, picture)
         "project": "p", "entity": "team", "name": "lora-c_tiny", "dir": str(tmp_path), "mode": "offline",
         "id": None, "resume": "allow", "settings": None,
     }  # fmt: skip
-    assert wandb.of("config") == [(CONFIG,)]
-    assert wandb.of("define_metric") == [(("*",), {"step_metric": "step"})]
-    assert wandb.of("log") == [
-        ({"loss": 0.5, "step": 3}, None),
-        ({"grid": [("image", (4, 6, 3))], "step": 3}, None),
-    ]
+    assert wandb.of("config") == [(CONFIG, {"allow_val_change": True})]
+    assert wandb.of("define_metric") == [("*", {"step_metric": "step"})]
+    assert wandb.of("log") == [({"loss": 0.5, "step": 3},), ({"grid": [("image", (4, 6, 3))], "step": 3},)]
     assert wandb.run.notes == "one\ntwo"
     assert wandb.of("alert") == [
         ({"title": "Stopped", "text": "api_key=<redacted>", "level": "INFO"},),

@@ -134,9 +134,7 @@ HOSTILE = "../../../../written"
 @pytest.mark.parametrize(
     "announced", [{"ETag": f'"{HOSTILE}"'}, {"X-Linked-Etag": "main"}, {"commit": HOSTILE}, {"commit": "c" * 39}]
 )
-def test_what_the_hub_announces_never_names_a_file(
-    hub: Hub, tmp_path: Path, name: str, announced: dict[str, str]
-) -> None:
+def test_what_the_hub_announces_never_names_a_file(hub, tmp_path, name, announced):
     hub.commit = announced.get("commit", COMMIT)
     hub.headers = {key: value for key, value in announced.items() if key != "commit"}
     refused = name in hub.files or "commit" in announced
@@ -155,9 +153,7 @@ def test_a_body_without_end_is_stopped_above_the_announced_size(hub: Hub, tmp_pa
     assert hub.endless < 10_000_000
 
 
-def test_a_hub_that_cannot_be_reached_is_given_up_at_once(
-    hub: Hub, waits: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hub_that_cannot_be_reached_is_given_up_at_once(hub, waits, monkeypatch, caplog):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"ConnectError: .*download it where there is a network"):
         find_weight_files("owner/name", part="prior")
@@ -170,9 +166,7 @@ def test_a_hub_that_cannot_be_reached_is_given_up_at_once(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_what_the_client_logs_is_shown_once_and_by_handlers_that_hide_secrets(
-    hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_client_logs_is_shown_once_and_by_handlers_that_hide_secrets(hub, capsys):
     client = logging.getLogger("huggingface_hub")
     client.addHandler(logging.StreamHandler())  # as it does when it is imported
     HubSource("owner/name", COMMIT, "").fetch("big.safetensors")
@@ -196,17 +190,13 @@ def test_a_rate_limit_is_waited_for_as_long_as_the_hub_says(hub: Hub, waits: lis
         ("owner/name", (429, {}), r"neither a path that exists here nor a hub id.*wait some minutes, or log in"),
     ],
 )
-def test_what_cannot_be_had_is_refused_with_what_helps(
-    hub: Hub, source: str, refusal: tuple[int, dict[str, str]] | None, message: str
-) -> None:
+def test_what_cannot_be_had_is_refused_with_what_helps(hub, source, refusal, message):
     hub.refusal = refusal
     with pytest.raises(ConfigError, match=message):
         find_weight_files(source, part="prior")
 
 
-def test_a_source_without_a_revision_stays_at_the_commit_of_its_first_download(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_without_a_revision_stays_at_the_commit_of_its_first_download(hub, monkeypatch):
     first = find_weight_files("owner/name", part="prior")
     asked = len(hub.requests)
     hub.files = {WEIGHTS: BIG[:6000]}
@@ -225,9 +215,7 @@ def test_the_room_of_the_cache_is_that_of_its_disk(hub: Hub, tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's way to call its own client
-def test_a_folder_is_pushed_into_a_private_repository(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_pushed_into_a_private_repository(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", "hf_none")
     folder = tmp_path / "folder"

@@ -118,6 +118,14 @@ class ControlFilterContract:
             assert shown_BCHW.max() <= 1.0
 
 
+class OfFiles:
+    """Inherit first where a filter is made of files, which the module's fixture `files` writes."""
+
+    @pytest.fixture(autouse=True)
+    def _files(self, files: Any) -> None:
+        self.files = files
+
+
 def both_halves(found: ControlFilter, image_BCHW: Tensor, *seeds: int) -> Tensor:
     """Return the maps that a filter makes of pictures (B, 3, H, W) uint8."""
     made: Mapping[str, Tensor] = transform_images(found.sample_transform(), image_BCHW, generators(*seeds))

@@ -14,10 +14,10 @@ from cascade_train.errors import ConfigError
 from cascade_train.filters.base import (
     ControlFilter,
     ImageFilter,
-    arrived,
-    coloured,
+    float_map,
     map_maker,
-    resized,
+    resize_map,
+    to_colours,
     transform_images,
 )
 
@@ -62,7 +62,7 @@ def test_a_map_of_bytes_arrives_as_a_share_of_255() -> None:
 
 def test_a_map_of_floats_arrives_as_it_is() -> None:
     made = {"control_map": torch.tensor([[[[-2.0, 300.0]]]])}
-    assert torch.equal(arrived(images(1), made), made["control_map"])
+    assert torch.equal(float_map(images(1), made), made["control_map"])
 
 
 def test_a_map_of_another_form_is_refused_by_name() -> None:
@@ -114,13 +114,13 @@ def test_the_node_names_the_class_and_its_arguments() -> None:
 
 def test_resizing_keeps_what_has_the_size() -> None:
     map_BCHW = torch.rand(1, 2, 3, 4)
-    assert resized(map_BCHW, (3, 4)) is map_BCHW
-    assert resized(map_BCHW, (1, 9)).shape == (1, 2, 1, 9)
+    assert resize_map(map_BCHW, (3, 4)) is map_BCHW
+    assert resize_map(map_BCHW, (1, 9)).shape == (1, 2, 1, 9)
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 16, 512])
 def test_people_see_colours_of_any_map(channels: int) -> None:
-    shown_BCHW = coloured(4 * torch.randn(2, channels, 3, 5, generator=torch.Generator().manual_seed(channels)))
+    shown_BCHW = to_colours(4 * torch.randn(2, channels, 3, 5, generator=torch.Generator().manual_seed(channels)))
     assert shown_BCHW.shape == (2, 3, 3, 5)
     assert shown_BCHW.min() >= 0.0
     assert shown_BCHW.max() <= 1.0
@@ -129,6 +129,6 @@ def test_people_see_colours_of_any_map(channels: int) -> None:
 
 def test_red_green_and_blue_are_shown_as_they_are() -> None:
     map_BCHW = torch.rand(1, 4, 3, 5)
-    assert torch.equal(coloured(map_BCHW), map_BCHW[:, :3])
-    assert torch.equal(coloured(map_BCHW[:, :1]), map_BCHW[:, :1].repeat(1, 3, 1, 1))
-    assert coloured(torch.zeros(1, 16, 1, 1)).max() == 0.0
+    assert torch.equal(to_colours(map_BCHW), map_BCHW[:, :3])
+    assert torch.equal(to_colours(map_BCHW[:, :1]), map_BCHW[:, :1].repeat(1, 3, 1, 1))
+    assert to_colours(torch.zeros(1, 16, 1, 1)).max() == 0.0

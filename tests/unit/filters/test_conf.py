@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from cascade_train.config.components import construct
 from cascade_train.config.groups import conf_dir, group_options
+from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter
 
 CHANNELS = {
@@ -59,3 +60,16 @@ def test_a_file_makes_a_filter_of_its_channels(option: str) -> None:
 def test_a_file_has_the_numbers_of_the_reference(option: str) -> None:
     node = made(option).node()
     assert {key: node[key] for key in NUMBERS[option]} == NUMBERS[option]
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("depth", r"model.onnx \(licence: its own; .* Apache-2.0"),
+        ("inpaint_saliency", r"saliency_model.pt \(licence: MIT"),
+        ("sketch", r"table5_pidinet.pth \(licence: research alone"),
+    ],
+)
+def test_a_network_that_is_not_there_is_described_before_workers_start(option: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"task.filter.weights=.*brought.onnx: no such file.*{words}"):
+        made(option).sample_transform()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -16,31 +15,29 @@ from cascade_train.filters.identity import (
     LANDMARKS,
     IdentityFilter,
     detect,
-    distinct,
-    painted,
+    paint_faces,
     prominence,
     recognise,
     similarity,
+    suppress_overlaps,
 )
 from cascade_train.filters.parts.requirements import WeightsFile, open_session
 from tests.unit.config.defaults import PUBLISHED
 from tests.unit.filters import onnx_files
-from tests.unit.filters.filter_contract import ControlFilterContract, both_halves, generators
+from tests.unit.filters.filter_contract import ControlFilterContract, OfFiles, both_halves, generators
 
 KNOWN = WeightsFile(key="k", what="a network", usual_name="n", licence="none", found="here")
 
 
 @pytest.fixture(scope="module")
-def networks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("faces")
-    return {
-        "detector": onnx_files.detector(folder / "det.onnx"),
-        "recogniser": onnx_files.recogniser(folder / "rec.onnx"),
-    }
+    detector, recogniser = onnx_files.detector(folder / "det.onnx"), onnx_files.recogniser(folder / "rec.onnx")
+    return {"detector": detector, "recogniser": recogniser}
 
 
-def identity(networks: dict[str, str], **options: object) -> IdentityFilter:
-    return IdentityFilter(**{**networks, "max_faces": 4, "p_drop": 0.0, "p_full": 0.0, **options})
+def identity(files: dict[str, str], **options: object) -> IdentityFilter:
+    return IdentityFilter(**{**files, "max_faces": 4, "p_drop": 0.0, "p_full": 0.0, **options})
 
 
 def crowd(*places: tuple[int, int], side: int = 320) -> Tensor:
@@ -51,49 +48,45 @@ def crowd(*places: tuple[int, int], side: int = 320) -> Tensor:
     return image_BCHW
 
 
-class TestIdentity(ControlFilterContract):
-    @pytest.fixture(autouse=True)
-    def _networks(self, networks: dict[str, str]) -> None:
-        self.networks = networks
-
+class TestIdentity(OfFiles, ControlFilterContract):
     def make(self) -> IdentityFilter:
-        return identity(self.networks, p_drop=0.2, p_full=0.3)
+        return identity(self.files, p_drop=0.2, p_full=0.3)
 
 
-def sessions(networks: dict[str, str]):
-    return [open_session(Path(networks[name]), KNOWN) for name in ("detector", "recogniser")]
+def sessions(files: dict[str, str]):
+    return [open_session(files[name], KNOWN) for name in ("detector", "recogniser")]
 
 
-def test_faces_are_found_where_they_are(networks: dict[str, str]) -> None:
-    detector, _ = sessions(networks)
+def test_faces_are_found_where_they_are(files: dict[str, str]) -> None:
+    detector, _ = sessions(files)
     image = np.ascontiguousarray(crowd((64, 96), (224, 192))[0].numpy().transpose(1, 2, 0))
     found = detect(detector, image, max_faces=4)
     assert found.boxes.tolist() == [[32, 64, 96, 128], [192, 160, 256, 224]]
     assert found.landmarks[0].tolist() == [[48, 80], [80, 80], [64, 96], [48, 112], [80, 112]]
 
 
-def test_boxes_are_in_pixels_of_a_picture_of_any_size(networks: dict[str, str]) -> None:
-    detector, _ = sessions(networks)
+def test_boxes_are_in_pixels_of_a_picture_of_any_size(files: dict[str, str]) -> None:
+    detector, _ = sessions(files)
     image = np.zeros((640, 480, 3), dtype=np.uint8)
     image[...] = 128
     image[192:256, 128:192] = (255, 0, 40)
     found = detect(detector, image, max_faces=4)
-    assert len(found) == 1
+    assert len(found.boxes) == 1
     np.testing.assert_allclose(found.boxes[0], [64, 128, 192, 256], atol=1)
 
 
-def test_a_picture_without_faces_has_none(networks: dict[str, str]) -> None:
-    assert both_halves(identity(networks), crowd(), 0).abs().sum() == 0.0
+def test_a_picture_without_faces_has_none(files: dict[str, str]) -> None:
+    assert both_halves(identity(files), crowd(), 0).abs().sum() == 0.0
 
 
-def test_a_face_is_found_from_the_originals_score_on(networks: dict[str, str]) -> None:
+def test_a_face_is_found_from_the_originals_score_on(files: dict[str, str]) -> None:
     """The detector's score is red less green, of 256 (onnx_files.detector)."""
-    detector, _ = sessions(networks)
+    detector, _ = sessions(files)
     least = PUBLISHED["python"]["filters.identity.SCORE_THRESHOLD"]["value"]
     for red, faces in ((256 * least, 1), (256 * least - 1, 0)):
         image = np.full((320, 320, 3), 64, dtype=np.uint8)
         image[96:128, 96:128] = (64 + red, 64, 64)
-        assert len(detect(detector, image, max_faces=4)) == faces
+        assert len(detect(detector, image, max_faces=4).boxes) == faces
 
 
 def test_boxes_overlap_by_as_much_as_in_the_original() -> None:
@@ -101,20 +94,21 @@ def test_boxes_overlap_by_as_much_as_in_the_original() -> None:
     most = PUBLISHED["python"]["filters.identity.OVERLAP_THRESHOLD"]["value"]
     moved = 100 * (1 - most) / (1 + most)
     for right, kept in ((math.ceil(moved), [0, 1]), (math.floor(moved), [0])):
-        assert distinct(np.array([[0, 0, 99, 99], [right, 0, right + 99, 99]], dtype=np.float32)).tolist() == kept
+        boxes = np.array([[0, 0, 99, 99], [right, 0, right + 99, 99]], dtype=np.float32)
+        assert suppress_overlaps(boxes).tolist() == kept
 
 
 def test_of_overlapping_boxes_the_best_stays() -> None:
     boxes = np.array([[0, 0, 10, 10], [1, 1, 11, 11], [0, 8, 10, 18], [50, 50, 60, 60]], dtype=np.float32)
-    assert distinct(boxes).tolist() == [0, 2, 3]
-    assert distinct(boxes[:0]).tolist() == []
+    assert suppress_overlaps(boxes).tolist() == [0, 2, 3]
+    assert suppress_overlaps(boxes[:0]).tolist() == []
 
 
-def test_of_too_many_faces_large_ones_near_the_middle_are_taken(networks: dict[str, str]) -> None:
+def test_of_too_many_faces_large_ones_near_the_middle_are_taken(files: dict[str, str]) -> None:
     boxes = np.array([[0, 0, 50, 50], [75, 75, 125, 125], [90, 90, 95, 95]], dtype=np.float32)
     assert np.argsort(-prominence(boxes, (200, 200))).tolist() == [1, 2, 0]
     image_BCHW = crowd((32, 32), (160, 160), (256, 256))
-    map_BCHW = both_halves(identity(networks, max_faces=1), image_BCHW, 0)
+    map_BCHW = both_halves(identity(files, max_faces=1), image_BCHW, 0)
     rows, columns = (map_BCHW[0] != 0).any(dim=0).nonzero(as_tuple=True)
     assert (rows.min(), rows.max(), columns.min(), columns.max()) == (4, 5, 4, 5)
 
@@ -141,8 +135,8 @@ def test_points_are_never_mirrored_and_one_point_is_only_moved() -> None:
     assert np.isfinite(similarity(same, LANDMARKS)).all()
 
 
-def test_who_a_face_is_has_length_one_and_depends_on_the_face(networks: dict[str, str]) -> None:
-    _, recogniser = sessions(networks)
+def test_who_a_face_is_has_length_one_and_depends_on_the_face(files: dict[str, str]) -> None:
+    _, recogniser = sessions(files)
     picture = np.full((112, 112, 3), 200, dtype=np.uint8)
     first = recognise(recogniser, picture, LANDMARKS)
     assert first.shape == (512,)
@@ -154,33 +148,33 @@ def test_who_a_face_is_has_length_one_and_depends_on_the_face(networks: dict[str
 def test_faces_fill_the_places_of_their_boxes_and_the_last_covers_the_others() -> None:
     cells = torch.tensor([[[0, 0, 2, 1], [1, 0, 3, 2], [0, 0, 0, 0]]], dtype=torch.int32)
     faces = torch.arange(1.0, 4.0).view(1, 3, 1).expand(1, 3, 512)
-    map_BCHW = painted(torch.zeros(1, 3, 64, 100), {"control_cells": cells, "control_faces": faces})
+    map_BCHW = paint_faces(torch.zeros(1, 3, 64, 100), {"control_cells": cells, "control_faces": faces})
     assert map_BCHW.shape == (1, 512, 2, 3)
     assert map_BCHW[0, 0].tolist() == [[1, 2, 2], [0, 2, 2]]
 
 
-def test_boxes_that_leave_the_picture_are_cut_and_small_ones_fill_one_place(networks: dict[str, str]) -> None:
-    corner = both_halves(identity(networks), crowd((0, 0)), 0)
+def test_boxes_that_leave_the_picture_are_cut_and_small_ones_fill_one_place(files: dict[str, str]) -> None:
+    corner = both_halves(identity(files), crowd((0, 0)), 0)
     assert (corner[0, 0] != 0).nonzero().tolist() == [[0, 0]]
 
 
-def test_a_picture_with_one_face_may_be_filled_by_it(networks: dict[str, str]) -> None:
+def test_a_picture_with_one_face_may_be_filled_by_it(files: dict[str, str]) -> None:
     one, two = crowd((64, 96)), crowd((64, 96), (224, 192))
-    full = identity(networks, p_full=1.0)
+    full = identity(files, p_full=1.0)
     assert (both_halves(full, one, 0) != 0).any(dim=1).all()
     assert not (both_halves(full, two, 0) != 0).any(dim=1).all()
 
 
-def test_faces_are_dropped_at_their_rate(networks: dict[str, str]) -> None:
-    transform = identity(networks, p_drop=0.25).sample_transform()
+def test_faces_are_dropped_at_their_rate(files: dict[str, str]) -> None:
+    transform = identity(files, p_drop=0.25).sample_transform()
     image = crowd((64, 96))[0].numpy()
     dropped = [not transform(image, g)["control_cells"].any() for g in generators(*range(200))]
     assert 0.17 < sum(dropped) / 200 < 0.33
-    assert not both_halves(identity(networks, p_drop=1.0), crowd((64, 96)), 0).any()
+    assert not both_halves(identity(files, p_drop=1.0), crowd((64, 96)), 0).any()
 
 
-def test_people_see_faces_on_the_picture(networks: dict[str, str]) -> None:
-    found, image_BCHW = identity(networks), crowd((64, 96))
+def test_people_see_faces_on_the_picture(files: dict[str, str]) -> None:
+    found, image_BCHW = identity(files), crowd((64, 96))
     map_BCHW = both_halves(found, image_BCHW, 0)
     shown = found.preview(map_BCHW, image_BCHW / 255)
     assert torch.equal(shown[..., 200:, :], image_BCHW[..., 200:, :] / 255)
@@ -188,15 +182,13 @@ def test_people_see_faces_on_the_picture(networks: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(("key", "name"), [("detector", "det_10g.onnx"), ("recogniser", "w600k_r50.onnx")])
-def test_a_network_that_is_not_there_is_described(networks: dict[str, str], key: str, name: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"task.filter.{key}=no.onnx: no such file.*{name} \(licence: non-commercial"
-    ):
-        identity(networks, **{key: "no.onnx"}).sample_transform()
+def test_a_network_that_is_not_there_is_described(files: dict[str, str], key: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}=no.onnx: no such file.*{name} \(licence: non-commercial"):
+        identity(files, **{key: "no.onnx"}).sample_transform()
 
 
-def test_networks_that_were_swapped_are_refused(networks: dict[str, str]) -> None:
-    swapped = {"detector": networks["recogniser"], "recogniser": networks["detector"]}
+def test_networks_that_were_swapped_are_refused(files: dict[str, str]) -> None:
+    swapped = {"detector": files["recogniser"], "recogniser": files["detector"]}
     with pytest.raises(ConfigError, match=r"rec.onnx: is a network of 1 outputs, not of 9\. It is the face detector"):
         identity(swapped).sample_transform()
 

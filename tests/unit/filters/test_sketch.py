@@ -9,13 +9,21 @@ from torch.nn import functional as F
 
 from cascade_train.errors import ConfigError
 from cascade_train.filters import sketch as sketch_module
-from cascade_train.filters.base import dilated, disc
+from cascade_train.filters.base import dilate, disc
 from cascade_train.filters.sketch import DifferenceConv, EdgeNetwork, SketchFilter
-from tests.unit.filters.filter_contract import CPU, ControlFilterContract, both_halves, encode, generators, pictures
+from tests.unit.filters.filter_contract import (
+    CPU,
+    ControlFilterContract,
+    OfFiles,
+    both_halves,
+    encode,
+    generators,
+    pictures,
+)
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+def files(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return weights that no one trained, in the published form, whose edges have a wide range."""
     torch.manual_seed(0)
     network = EdgeNetwork().requires_grad_(False)
@@ -28,27 +36,19 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def sketch(weights: str, **options: object) -> SketchFilter:
+def sketch(files: str, **options: object) -> SketchFilter:
     defaults = {"resize": 32, "dilation_kernels": [0, 3, 5, 7, 9], "binarize": True, "threshold": [0.05, 0.7]}
-    return SketchFilter(weights=weights, **{**defaults, **options})
+    return SketchFilter(weights=files, **{**defaults, **options})
 
 
-class TestSketch(ControlFilterContract):
-    @pytest.fixture(autouse=True)
-    def _weights(self, weights: str) -> None:
-        self.weights = weights
-
+class TestSketch(OfFiles, ControlFilterContract):
     def make(self) -> SketchFilter:
-        return sketch(self.weights)
+        return sketch(self.files)
 
 
-class TestSketchWithoutDraws(ControlFilterContract):
-    @pytest.fixture(autouse=True)
-    def _weights(self, weights: str) -> None:
-        self.weights = weights
-
+class TestSketchWithoutDraws(OfFiles, ControlFilterContract):
     def make(self) -> SketchFilter:
-        return sketch(self.weights, dilation_kernels=[3], binarize=False)
+        return sketch(self.files, dilation_kernels=[3], binarize=False)
 
 
 def differences(kind: str, weight: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
@@ -99,22 +99,22 @@ def test_the_network_is_the_published_one_by_its_names_and_size() -> None:
 def test_a_dilation_is_that_of_a_disc(diameter: int) -> None:
     map_B1HW = torch.rand(2, 1, 20, 31, generator=torch.Generator().manual_seed(diameter))
     expected = [torch.from_numpy(cv2.dilate(each[0].numpy(), disc(diameter))) for each in map_B1HW]
-    assert torch.equal(dilated(map_B1HW, diameter)[:, 0], torch.stack(expected))
-    assert dilated(map_B1HW, 0) is map_B1HW
+    assert torch.equal(dilate(map_B1HW, diameter)[:, 0], torch.stack(expected))
+    assert dilate(map_B1HW, 0) is map_B1HW
 
 
-def test_lines_have_the_width_and_threshold_of_each_sample(weights: str) -> None:
-    found = sketch(weights, binarize=False, dilation_kernels=[0, 9], resize=None)
+def test_lines_have_the_width_and_threshold_of_each_sample(files: str) -> None:
+    found = sketch(files, binarize=False, dilation_kernels=[0, 9], resize=None)
     image_BCHW = pictures(1, 32, 40).repeat(2, 1, 1, 1)
     made = {"control_kernel": torch.tensor([0, 1]), "control_threshold": torch.tensor([0.2, 0.6]).view(2, 1, 1, 1)}
     thin, thick = found.build(device=CPU, encode=encode)(image_BCHW / 255, made)
-    torch.testing.assert_close(thick[None], dilated(thin[None], 9))
-    binary = sketch(weights, dilation_kernels=[0, 9], resize=None).build(device=CPU, encode=encode)
+    torch.testing.assert_close(thick[None], dilate(thin[None], 9))
+    binary = sketch(files, dilation_kernels=[0, 9], resize=None).build(device=CPU, encode=encode)
     assert torch.equal(binary(image_BCHW / 255, made), torch.stack([thin > 0.2, thick > 0.6]).float())
 
 
-def test_every_width_and_the_whole_range_of_thresholds_are_drawn(weights: str) -> None:
-    transform = sketch(weights).sample_transform()
+def test_every_width_and_the_whole_range_of_thresholds_are_drawn(files: str) -> None:
+    transform = sketch(files).sample_transform()
     drawn = [transform(pictures(1, 4, 4)[0].numpy(), g) for g in generators(*range(200))]
     assert {int(each["control_kernel"]) for each in drawn} == {0, 1, 2, 3, 4}
     thresholds = [each["control_threshold"].item() for each in drawn]
@@ -122,25 +122,19 @@ def test_every_width_and_the_whole_range_of_thresholds_are_drawn(weights: str) -
     assert 0.67 < max(thresholds) < 0.7
 
 
-def test_edges_are_searched_in_a_square_copy_and_brought_back(weights: str) -> None:
+def test_edges_are_searched_in_a_square_copy_and_brought_back(files: str) -> None:
     image_BCHW = pictures(1, 40, 56)
-    found = both_halves(sketch(weights, resize=24, binarize=False, dilation_kernels=[0]), image_BCHW, 0)
+    found = both_halves(sketch(files, resize=24, binarize=False, dilation_kernels=[0]), image_BCHW, 0)
     small = F.interpolate(image_BCHW / 255, size=(24, 24), mode="bilinear")
     network = EdgeNetwork()
-    network.load_state_dict({k.removeprefix("module."): v for k, v in torch.load(weights)["state_dict"].items()})
+    network.load_state_dict({k.removeprefix("module."): v for k, v in torch.load(files)["state_dict"].items()})
     with torch.no_grad():
         torch.testing.assert_close(found, F.interpolate(network(small), size=(40, 56), mode="bilinear"))
 
 
-def test_pictures_too_small_for_the_network_are_refused(weights: str) -> None:
+def test_pictures_too_small_for_the_network_are_refused(files: str) -> None:
     with pytest.raises(ConfigError, match=r"resize=null: pictures of \(7, 9\) px are too small to find edges in"):
-        both_halves(sketch(weights, resize=None), pictures(1, 7, 9), 0)
-
-
-def test_a_network_that_is_not_there_is_described() -> None:
-    for half in (sketch("no.pth").sample_transform, lambda: sketch("no.pth").build(device=CPU, encode=encode)):
-        with pytest.raises(ConfigError, match=r"no.pth: no such file.*table5_pidinet.pth \(licence: research alone"):
-            half()
+        both_halves(sketch(files, resize=None), pictures(1, 7, 9), 0)
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,32 @@
-"""How near a reconstruction comes, and what a stage has to beat."""
+"""How near a reconstruction comes, what a stage has to beat, and how well pictures fit captions."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from torch_fidelity.metric_fid import KEY_METRIC_FID, fid_features_to_statistics, fid_statistics_to_metric
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.image_quality import (
+    ClipScore,
     ReconstructionQuality,
     frechet_distance,
     image_quality,
     load_inception,
     load_lpips,
     psnr,
-    resized_clean,
+    resize_clean,
 )
+from cascade_train.models.text_encoder import PACKAGED_TOKENIZER
 from cascade_train.results.evaluation.measures import load_tiny_features
 from tests.unit.models.inception import untrained_inception
+
+CPU = torch.device("cpu")
 
 
 def test_psnr_is_that_of_a_known_error() -> None:
@@ -56,7 +62,7 @@ def test_lpips_is_that_of_torchmetrics(tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(lpips, "_get_tv_model_features", lambda net, pretrained: features)
     theirs = lpips._LPIPS(pretrained=True, net="vgg", pnet_rand=True)
-    ours = load_lpips(str(tmp_path / "vgg.safetensors"), device=torch.device("cpu"), key="validate.lpips")
+    ours = load_lpips(str(tmp_path / "vgg.safetensors"), device=CPU, key="validate.lpips")
     image, original = torch.rand(2, 2, 3, 32, 48)
     with torch.no_grad():
         wanted = theirs(image, original, normalize=True).flatten()
@@ -67,14 +73,14 @@ def test_lpips_is_that_of_torchmetrics(tmp_path: Path, monkeypatch: pytest.Monke
     assert "lpips" in ReconstructionQuality(multiple=16, lpips=ours)(image, original)
     save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(ConfigError, match="validate.lpips=.*features.0.weight of VGG-16 is not there.*but a is"):
-        load_lpips(str(tmp_path / "other.safetensors"), device=torch.device("cpu"), key="validate.lpips")
+        load_lpips(str(tmp_path / "other.safetensors"), device=CPU, key="validate.lpips")
 
 
 @pytest.mark.parametrize("ending", ["pth", "safetensors"])
 def test_features_are_those_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     theirs, file = untrained_inception(monkeypatch), tmp_path / f"inception.{ending}"
     (torch.save if ending == "pth" else save_file)(theirs.state_dict(), file)
-    features = load_inception(str(file), device=torch.device("cpu"), key="validate.rfid")
+    features = load_inception(str(file), device=CPU, key="validate.rfid")
     image = torch.rand(2, 3, 40, 48, generator=torch.Generator().manual_seed(0))
     found = features(image * 1.5 - 0.25)
     assert found.shape == (2, 2048)
@@ -89,18 +95,16 @@ def test_a_picture_is_resized_antialiased_as_clean_fid_does(tmp_path: Path, monk
     for side in (20, 99):
         bicubic = {"mode": "bicubic", "antialias": True, "align_corners": False}
         wanted = torch.nn.functional.interpolate(pixels[None].double(), (side, side), **bicubic)[0].clamp(0, 255)
-        small = resized_clean(pixels, side)
+        small = resize_clean(pixels, side)
         assert small.shape == (3, side, side)
         assert small.max() <= 255
         assert (small != small.round()).any(), "nothing is rounded"
         torch.testing.assert_close(small.double(), wanted, atol=1e-3, rtol=0)
     whole = torch.randint(256, (1, 3, 299, 299), generator=generator)
-    assert torch.equal(resized_clean(whole[0].byte()), whole[0].float())
+    assert torch.equal(resize_clean(whole[0].byte()), whole[0].float())
     theirs = untrained_inception(monkeypatch)
     save_file(theirs.state_dict(), tmp_path / "inception.safetensors")
-    features = load_inception(
-        str(tmp_path / "inception.safetensors"), device=torch.device("cpu"), key="features", antialias=True
-    )
+    features = load_inception(str(tmp_path / "inception.safetensors"), device=CPU, key="features", antialias=True)
     torch.testing.assert_close(features(whole / 255), theirs(whole.byte())[0])
 
 
@@ -117,14 +121,14 @@ def test_another_network_is_refused_and_so_is_a_missing_library(
 ) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(ConfigError, match="validate.rfid=.*is not FID's Inception V3, but holds a;"):
-        load_inception(str(tmp_path / "other.safetensors"), device=torch.device("cpu"), key="validate.rfid")
+        load_inception(str(tmp_path / "other.safetensors"), device=CPU, key="validate.rfid")
     (tmp_path / "page.pth").write_text("<html>Sign in")
     for load, wanted in ((load_inception, "weights-inception-2015-12-05"), (load_lpips, "vgg16-397923af")):
         with pytest.raises(ConfigError, match=f"features=.*page.pth: .*is a web page.*Give .*{wanted}.*, or null"):
-            load(str(tmp_path / "page.pth"), device=torch.device("cpu"), key="features")
+            load(str(tmp_path / "page.pth"), device=CPU, key="features")
     monkeypatch.setattr("cascade_train.models.image_quality.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"torch-fidelity, which is not installed.*--editable '\.\[metrics\]'"):
-        load_inception(str(tmp_path / "other.safetensors"), device=torch.device("cpu"), key="validate.rfid")
+        load_inception(str(tmp_path / "other.safetensors"), device=CPU, key="validate.rfid")
 
 
 @pytest.mark.parametrize("count", [8, 200])
@@ -142,3 +146,75 @@ def test_the_distance_of_shifted_normals_is_the_square_of_the_shift() -> None:
     mean, covariance = torch.zeros(3, dtype=torch.float64), torch.diag(torch.tensor([1.0, 4.0, 0.0])).double()
     assert frechet_distance(mean, covariance, mean + 2, covariance).item() == pytest.approx(12.0)
     assert frechet_distance(mean, covariance, mean, 4 * covariance).item() == pytest.approx(1.0 + 4.0)
+
+
+CAPTIONS = ["a red circle", "a blue star on a green background, which is a longer caption"]
+
+
+def tiny_clip(folder: Path) -> str:
+    """Write a tiny CLIP with the packaged tokenizer, as transformers stores one, and return the folder."""
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+
+    tokenizer = CLIPTokenizer.from_pretrained(PACKAGED_TOKENIZER)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": len(tokenizer), "max_position_embeddings": 48}
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    vision = {**sizes, "image_size": 28, "patch_size": 14}
+    torch.manual_seed(0)
+    model = CLIPModel(CLIPConfig(text_config=text | special, vision_config=vision, projection_dim=8))
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(0.2 * torch.randn_like(value))
+    model.save_pretrained(folder)
+    images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    CLIPProcessor(images, tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
+class Adapter:
+    """Gives torchmetrics the embeddings, where transformers 5 returns them within an output."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.config = model, model.config
+
+    def to(self, device: torch.device) -> Adapter:
+        return self
+
+    def get_image_features(self, pixels: Tensor) -> Tensor:
+        return self.model.get_image_features(pixels).pooler_output
+
+    def get_text_features(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.model.get_text_features(ids, mask).pooler_output
+
+
+def library_score(score: ClipScore, images: list[Tensor], captions: list[str]) -> float:
+    """Return what torchmetrics makes of pictures and captions with the same CLIP."""
+    from torchmetrics.functional.multimodal import clip_score
+
+    made = (Adapter(score._model), score._processor)
+    return float(clip_score(images, captions, model_name_or_path=lambda: made))
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_clip(tmp_path_factory.mktemp("clip"))
+
+
+def test_the_score_is_that_of_torchmetrics(clip: str) -> None:
+    score = ClipScore(clip, device=CPU, key="clip")
+    generator = torch.Generator().manual_seed(0)
+    images = [torch.randint(256, (3, 40, 48), generator=generator).byte() for _ in CAPTIONS]
+    score_B = score(images, CAPTIONS)
+    assert score_B.shape == (2,)
+    assert abs(score_B[0] - score_B[1]) > 0.1
+    for image, caption, own in zip(images, CAPTIONS, score_B.tolist(), strict=True):
+        assert max(0.0, own) == pytest.approx(library_score(score, [image], [caption]), abs=1e-3)
+    long = score(images[:1], [" ".join(["circle"] * 60)])
+    assert long.isfinite().all(), "a caption that is too long is cut"
+
+
+def test_only_a_folder_with_a_whole_clip_is_taken(clip: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="clip=openai/clip: no such folder. Name a local folder of a CLIP"):
+        ClipScore("openai/clip", device=CPU, key="clip")
+    with pytest.raises(ConfigError, match="clip=.*: is no whole CLIP of transformers, with weights, preprocessor"):
+        ClipScore(str(tmp_path), device=CPU, key="clip")

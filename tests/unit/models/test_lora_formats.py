@@ -116,12 +116,7 @@ def test_our_two_formats_keep_trained_tokens(trained: CascadeUNet, tmp_path: Pat
 
 def test_comfyui_maps_every_key_that_is_written_for_it(tmp_path: Path, trained: CascadeUNet) -> None:
     # ComfyUI, comfy/lora.py: prefix and path with underscores; comfy/ldm/cascade: q, k, v below attention.attn
-    write_keyed(
-        tmp_path / "lora.safetensors",
-        stored(trained, text_encoder=TEXT),
-        {},
-        spelling=SPELLING["comfyui"],
-    )
+    FORMATS["comfyui"](tmp_path / "lora.safetensors", stored(trained, text_encoder=TEXT))
     paths = [name.removesuffix(".weight") for name in comfyui_weights(empty_network())]
     mapped = {f"lora_prior_unet_{path}".replace(".", "_") for path in paths}
     mapped.add("lora_prior_te_text_model_encoder_layers_0_self_attn_q_proj")
@@ -136,10 +131,8 @@ def test_comfyui_maps_every_key_that_is_written_for_it(tmp_path: Path, trained: 
 def comfyui_weights(network: CascadeUNet) -> list[str]:
     """Return the weights of ComfyUI's Stage C: those of diffusers below `attention.attn`, the output as `out_proj`."""
     names = [name for name in network.state_dict() if name.endswith(".weight")]
-    return [
-        n.replace("attention.to_out.0", "attention.attn.out_proj").replace("attention.to_", "attention.attn.to_")
-        for n in names
-    ]
+    names = [name.replace("attention.to_out.0", "attention.attn.out_proj") for name in names]
+    return [name.replace("attention.to_", "attention.attn.to_") for name in names]
 
 
 def test_a_trained_token_becomes_an_embedding_file(trained: CascadeUNet, tmp_path: Path) -> None:
@@ -171,11 +164,8 @@ def test_ranks_and_alphas_that_differ_are_brought_together(tmp_path: Path) -> No
 
 def test_dotted_names_with_a_prefix_are_read(trained: CascadeUNet, tmp_path: Path) -> None:
     lora = stored(trained)
-    dotted = {
-        f"diffusion_model.{n.replace('.attention.to_out.0', '.attention.attn.out_proj')}": v
-        for n, v in lora.state.items()
-    }
-    save_file(dotted, tmp_path / "lora.safetensors")
+    theirs = {n.replace(".attention.to_out.0", ".attention.attn.out_proj"): v for n, v in lora.state.items()}
+    save_file({f"diffusion_model.{name}": value for name, value in theirs.items()}, tmp_path / "lora.safetensors")
     found = read_from(str(tmp_path / "lora.safetensors"), modules=module_shapes(empty_network()))
     assert found.state.keys() == lora.state.keys()
     assert found.spec.alpha == found.spec.rank == 2
@@ -202,35 +192,24 @@ def test_the_original_layout_of_independent_projections_has_three_times_the_rank
 
 def test_the_original_order_is_that_of_its_modules() -> None:
     names = [place.name for place in original_places(module_shapes(empty_network()), None)]
-    assert names[:5] == [
-        "clip_txt_mapper",
-        "clip_txt_pooled_mapper",
-        "clip_img_mapper",
-        "embedding.1",
-        "down_blocks.0.0.depthwise",
-    ]
+    mappers = ["clip_txt_mapper", "clip_txt_pooled_mapper", "clip_img_mapper"]
+    assert names[:5] == [*mappers, "embedding.1", "down_blocks.0.0.depthwise"]
     attention = [place.name for place in original_places(module_shapes(empty_network()), [".attn"])]
     assert attention[:2] == ["down_blocks.0.2.attention.attn.out_proj", "down_blocks.0.2.attention.attn"]
     assert len(attention) == 12
 
 
 def test_the_original_layout_refuses_what_it_has_no_place_for(tmp_path: Path, trained: CascadeUNet) -> None:
-    lora, path = stored(trained), tmp_path / "lora.safetensors"
-    modules = module_shapes(trained)
-    known = replace(TOKENS, is_new=(False,))
-    bare = replace(TOKENS, strings=("fernando",))
-    for other, reason in (
-        (replace(lora, spec=replace(lora.spec, dora=True)), "weights that are decomposed"),
-        (replace(lora, text_encoder=TEXT), "adapters of the text encoder"),
-        (replace(lora, tokens=known), "tokens that the vocabulary held before"),
-        (replace(lora, tokens=bare), "new tokens without brackets"),
-        (
-            replace(lora, spec=replace(lora.spec, targets=("down_blocks.0.0.depthwise",))),
-            "convolutions that are larger",
-        ),
+    lora = stored(trained)
+    for changes, reason in (
+        ({"spec": replace(lora.spec, dora=True)}, "weights that are decomposed"),
+        ({"text_encoder": TEXT}, "adapters of the text encoder"),
+        ({"tokens": replace(TOKENS, is_new=(False,))}, "tokens that the vocabulary held before"),
+        ({"tokens": replace(TOKENS, strings=("fernando",))}, "new tokens without brackets"),
+        ({"spec": replace(lora.spec, targets=("down_blocks.0.0.depthwise",))}, "convolutions that are larger"),
     ):
         with pytest.raises(ConfigError, match=f"the original's layout has no place for {reason}"):
-            write_original(path, other, modules, {})
+            write_original(tmp_path / "lora.safetensors", replace(lora, **changes), module_shapes(trained), {})
 
 
 def originals(network: CascadeUNet, filters: list[str] | None) -> dict[str, Tensor]:
@@ -257,9 +236,7 @@ def test_a_file_of_the_original_needs_its_filters(tmp_path: Path, caplog: pytest
     with pytest.raises(ConfigError, match="adapts the depthwise layer down_blocks.0.0.depthwise, which has no"):
         read_from(str(path), modules=shapes, module_filters=None)
     save_file(originals(empty_network(block_out_channels=[64, 64]), [".attn"]), path)
-    with pytest.raises(
-        ConfigError, match=r"the adapter of down_blocks.0.2.attention.attn.out_proj is for 64 x 64, this"
-    ):
+    with pytest.raises(ConfigError, match=r"the adapter of down_blocks.0.2.attention.attn.out_proj is for 64 x 64"):
         read_from(str(path), modules=shapes)
 
 
@@ -274,22 +251,20 @@ def test_a_file_without_a_header_still_says_its_size(tmp_path: Path, width: int,
 def test_broken_files_are_refused(tmp_path: Path) -> None:
     path, shapes = tmp_path / "lora.safetensors", module_shapes(empty_network())
     down = {"lora_unet_clip_txt_mapper.lora_down.weight": torch.ones(2, 24)}
-    save_file(down, path)
-    with pytest.raises(ConfigError, match="lora_unet_clip_txt_mapper lacks half of its adapter"):
-        read_from(str(path), modules=shapes)
-    save_file(down | {"lora_unet_clip_txt_mapper.hada_w1_a": torch.ones(1)}, path)
-    with pytest.raises(ConfigError, match="hada_w1_a is no part of a low-rank adapter"):
-        read_from(str(path), modules=shapes)
-    save_file(
-        {"lora_unet_mid.lora_down.weight": torch.ones(2, 24), "lora_unet_mid.lora_up.weight": torch.ones(2, 2)}, path
-    )
-    with pytest.raises(ConfigError, match="adapts lora_unet_mid, which this model has not"):
-        read_from(str(path), modules=shapes)
+    other = {"lora_unet_mid.lora_down.weight": torch.ones(2, 24), "lora_unet_mid.lora_up.weight": torch.ones(2, 2)}
+    for tensors, message in (
+        (down, "lora_unet_clip_txt_mapper lacks half of its adapter"),
+        (down | {"lora_unet_clip_txt_mapper.hada_w1_a": torch.ones(1)}, "hada_w1_a is no part of a low-rank adapter"),
+        (other, "adapts lora_unet_mid, which this model has not"),
+    ):
+        save_file(tensors, path)
+        with pytest.raises(ConfigError, match=message):
+            read_from(str(path), modules=shapes)
 
 
 def test_a_run_starts_from_any_format(tmp_path: Path) -> None:
     first = adapted()
-    write_keyed(tmp_path / "lora.safetensors", stored(first), {}, spelling=SPELLING["kohya"])
+    FORMATS["kohya"](tmp_path / "lora.safetensors", stored(first))
     second = small_network()
     inject_lora(second, rank=2, alpha=3.0, dropout=0.0, module_filters=[".attn"], seed=5)
     refill_lora(second, str(tmp_path / "lora.safetensors"), key="task.weights")
@@ -306,8 +281,9 @@ def test_a_joint_adapter_keeps_its_rank_in_the_original_layout(tmp_path: Path) -
     torch.testing.assert_close(predicted(fresh), predicted(network), atol=1e-6, rtol=1e-6)
 
 
-def test_peft_itself_loads_a_dora_folder(tmp_path: Path) -> None:
-    network = adapted([".attn", "embedding"], dora=True)
+@pytest.mark.parametrize("dora", [False, True])
+def test_peft_itself_loads_a_folder(dora: bool, tmp_path: Path) -> None:
+    network = adapted([".attn", "embedding"], dora=dora)
     write_peft_folder(tmp_path, stored(network))
     plain = build_plain_network(CASCADE, network.config, small_network().state_dict())
     loaded = PeftModel.from_pretrained(plain, str(tmp_path)).get_base_model().eval()
@@ -316,12 +292,11 @@ def test_peft_itself_loads_a_dora_folder(tmp_path: Path) -> None:
 
 def test_comfyui_computes_from_its_file_what_the_adapted_network_does(tmp_path: Path) -> None:
     network = adapted([".attn", "embedding", "channelwise"])
-    write_keyed(tmp_path / "lora.safetensors", stored(network), {}, spelling=SPELLING["comfyui"])
+    FORMATS["comfyui"](tmp_path / "lora.safetensors", stored(network))
     file, plain = load_file(tmp_path / "lora.safetensors"), small_network()
+    weights = [name for name in plain.state_dict() if name.endswith(".weight")]
     with torch.no_grad():
-        for ours, theirs in zip(
-            [name for name in plain.state_dict() if name.endswith(".weight")], comfyui_weights(plain), strict=True
-        ):
+        for ours, theirs in zip(weights, comfyui_weights(plain), strict=True):
             stem = "lora_prior_unet_" + theirs.removesuffix(".weight").replace(".", "_")
             if f"{stem}.lora_up.weight" in file:
                 up, down, alpha = (file[f"{stem}.{end}"] for end in ("lora_up.weight", "lora_down.weight", "alpha"))

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-
-@pytest.fixture
-def script(repository: Path) -> Any:
-    path = repository / "scripts" / "pack_tiny_weights.py"
-    spec = importlib.util.spec_from_file_location("pack_tiny_weights", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from scripts import pack_tiny_weights as script
 
 
 def leave_runs(folder: Path, parts: dict[str, str]) -> Path:
@@ -34,12 +23,12 @@ def leave_runs(folder: Path, parts: dict[str, str]) -> Path:
 
 
 @pytest.fixture
-def runs(script: Any, tmp_path: Path) -> Path:
+def runs(tmp_path: Path) -> Path:
     return leave_runs(tmp_path / "runs", script.CASCADE)
 
 
 @pytest.mark.parametrize("family", ["CASCADE", "STABLE_DIFFUSION"])
-def test_every_part_is_packed_as_half_precision(script: Any, tmp_path: Path, family: str) -> None:
+def test_every_part_is_packed_as_half_precision(tmp_path: Path, family: str) -> None:
     parts = getattr(script, family)
     assert script.main([str(leave_runs(tmp_path / "runs", parts)), "--out", str(tmp_path / "out")]) == 0
     for number, part in enumerate(parts):
@@ -51,14 +40,14 @@ def test_every_part_is_packed_as_half_precision(script: Any, tmp_path: Path, fam
 
 
 def test_more_than_the_package_may_hold_is_told(
-    script: Any, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(script, "FAMILIES", ((script.CASCADE, 100),))
     assert script.main([str(runs), "--out", str(tmp_path / "out")]) == 1
     assert "together: 0.00 MB" in capsys.readouterr().out
 
 
-def test_a_value_beyond_half_precision_is_refused(script: Any, runs: Path, tmp_path: Path) -> None:
+def test_a_value_beyond_half_precision_is_refused(runs: Path, tmp_path: Path) -> None:
     save_file({"weight": torch.tensor([1e6])}, runs / "c" / "export" / "prior" / "model.safetensors")
     with pytest.raises(ValueError, match="prior/model.safetensors: weight holds a value that fp16 does not"):
         script.main([str(runs), "--out", str(tmp_path / "out")])

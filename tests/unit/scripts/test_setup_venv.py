@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-
-@pytest.fixture(scope="module")
-def setup_venv(repository: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("setup_venv", repository / "scripts" / "setup_venv.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from scripts import setup_venv
 
 
-def test_pip_listing_is_read_and_the_environment_wins(setup_venv: ModuleType) -> None:
+def test_pip_listing_is_read_and_the_environment_wins() -> None:
     listing = ":env:.index-url='https://b/simple'\nglobal.index-url='https://a/simple'\nglobal.timeout='60'\n"
     assert setup_venv.pip_options_from_listing(listing) == {"index-url": "https://b/simple", "timeout": "60"}
 
 
-def test_uv_takes_the_index_of_pip(setup_venv: ModuleType) -> None:
+def test_uv_takes_the_index_of_pip() -> None:
     options = {"index-url": "https://a/simple", "cert": "/a.pem", "find-links": "/wheels", "extra-index-url": "x"}
     environ = setup_venv.uv_environment({"HOME": "/h"}, options)
     assert environ == {"HOME": "/h", "UV_DEFAULT_INDEX": "https://a/simple", "SSL_CERT_FILE": "/a.pem"}
 
 
 @pytest.mark.parametrize("name", ["UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_FIND_LINKS"])
-def test_the_users_own_settings_of_uv_stand(setup_venv: ModuleType, name: str) -> None:
+def test_the_users_own_settings_of_uv_stand(name: str) -> None:
     environ = setup_venv.uv_environment({name: "mine"}, {"index-url": "https://a/simple"})
     assert environ == {name: "mine"}
 
 
-def test_another_place_or_other_pins_need_another_set_up(
-    setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_another_place_or_other_pins_need_another_set_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in setup_venv.INPUTS:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one")
@@ -57,9 +47,7 @@ def test_another_place_or_other_pins_need_another_set_up(
         *[(name, False) for name in ("sympy/core/tests/test_args.py", "transformers/models/bert/modeling_bert.py")],
     ],
 )
-def test_what_runs_import_is_compiled_wherever_the_checkout_lies(
-    setup_venv: ModuleType, module: str, compiled: bool
-) -> None:
+def test_what_runs_import_is_compiled_wherever_the_checkout_lies(module: str, compiled: bool) -> None:
     path = f"/home/tests/testing/.venv/lib/python3.11/site-packages/{module}"
     assert (re.search(setup_venv.SELDOM_IMPORTED, path) is None) == compiled
 

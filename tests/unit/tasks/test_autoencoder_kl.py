@@ -11,7 +11,7 @@ from diffusers import AutoencoderKL
 
 from cascade_train.errors import ConfigError
 from cascade_train.tasks.autoencoder_kl import Lpips
-from tests.unit.tasks.task_contract import attached, batch_for, component, trainable
+from tests.unit.tasks.task_contract import attached, batch_for, component, left, trainable
 from tests.unit.tasks.test_vqgan import DenoisesNothing, with_discriminator
 
 KL_WEIGHT = 1e-3
@@ -70,12 +70,11 @@ def test_a_training_step_is_that_of_diffusers_and_torch(pixel: str, adversarial:
     opponent = with_discriminator(weight=0.5, max_weight=1e6) if adversarial else {}
     task = autoencoding(pixel=pixel, kl_weight=KL_WEIGHT, **opponent)
     task.features = features
-    export = task.exports()["vae"]
-    export.write(export.module.state_dict(), tmp_path / "vae")
+    folder = left(task, "vae", tmp_path)
     prepared = task.prepare_batch(batch_for(task, 0, 1, 2))
     output = task.loss(prepared)
     output.loss_B.mean().backward()
-    vae = AutoencoderKL.from_pretrained(tmp_path / "vae")
+    vae = AutoencoderKL.from_pretrained(folder)
     expected_B = original_loss(vae, prepared, pixel, task.discriminator) / prepared.image_BCHW[0].numel()
     expected_B.mean().backward()
     torch.testing.assert_close(output.loss_B, expected_B, atol=1e-5, rtol=1e-5)

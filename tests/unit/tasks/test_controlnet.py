@@ -20,7 +20,16 @@ from cascade_train.filters.base import ControlFilter, ControlMap, Encode, ImageF
 from cascade_train.models.cascade.networks.controlnet import ControlNetwork
 from cascade_train.tasks.base import Guide
 from tests.unit.models.stages import build_stage
-from tests.unit.tasks.task_contract import CPU, TaskContract, attached, batch_for, component, make_batch, trainable
+from tests.unit.tasks.task_contract import (
+    CPU,
+    TaskContract,
+    attached,
+    batch_for,
+    component,
+    left,
+    make_batch,
+    trainable,
+)
 
 SMALL = {"bottleneck": "small"}
 
@@ -55,9 +64,8 @@ class TestControlNet(TaskContract):
 
 
 class TestControlNetUnderLatentsWithEveryMapDroppedNowAndThen(TestControlNet):
-    @pytest.fixture(scope="class")
     @classmethod
-    def task(cls) -> Any:
+    def make(cls) -> Any:
         return make(filter=Latent(), bottleneck="simple", control_drop_prob=0.5)
 
 
@@ -252,16 +260,9 @@ def test_people_are_shown_the_maps(trained: Any) -> None:
     assert attached(component("task", "lora"), "c_tiny").shown(pictures(0.5)) == {}
 
 
-def left(task: Any, folder: Path) -> str:
-    """Write what a run leaves, and return the run's folder."""
-    export = task.exports()["controlnet"]
-    assert export.write(export.module.state_dict(), folder / "export" / "controlnet") < 1e-5
-    return str(folder)
-
-
 def test_what_a_run_leaves_says_what_it_is_and_trains_on(trained: Any, tmp_path: Path) -> None:
-    run = left(trained, tmp_path)
-    with safe_open(tmp_path / "export" / "controlnet" / "controlnet.safetensors", framework="pt") as file:
+    run = str(left(trained, "controlnet", tmp_path / "export"))
+    with safe_open(f"{run}/controlnet.safetensors", framework="pt") as file:
         header, names = file.metadata(), list(file.keys())
     assert (header["blocks"], header["bottleneck"], header["channels"]) == ("[0, 1, 6, 7]", "small", "3")
     assert "Mean" in header["filter"]
@@ -275,7 +276,7 @@ def test_what_a_run_leaves_says_what_it_is_and_trains_on(trained: Any, tmp_path:
 
 
 def test_blocks_of_stored_weights_are_taken_over(tmp_path: Path) -> None:
-    run = left(audible(make(blocks=[7, 2])), tmp_path)
+    run = str(left(audible(make(blocks=[7, 2])), "controlnet", tmp_path))
     again = make(weights=run)
     assert again.controlnet.spec.blocks == (7, 2)
     with pytest.raises(ConfigError, match=r"control the blocks \[7, 2\], not task.blocks=\[0\]; leave"):
@@ -294,7 +295,7 @@ def test_a_filter_without_channels_is_refused_by_name() -> None:
 
 
 def test_another_filter_is_told(trained: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = left(trained, tmp_path)
+    run = str(left(trained, "controlnet", tmp_path))
     with caplog.at_level(logging.WARNING):
         make(weights=run)
         assert not caplog.text
@@ -303,7 +304,7 @@ def test_another_filter_is_told(trained: Any, tmp_path: Path, caplog: pytest.Log
 
 
 def test_weights_that_do_not_fit_are_refused(trained: Any, tmp_path: Path) -> None:
-    run = left(trained, tmp_path)
+    run = str(left(trained, "controlnet", tmp_path))
     with pytest.raises(ConfigError, match=r"maps of 3 channels, which .*Mean made, task.filter makes 16; choose its"):
         make(Latent(), weights=run)
     with pytest.raises(ConfigError, match="this control network has task.bottleneck=small; set it so"):
@@ -317,9 +318,7 @@ def test_weights_that_do_not_fit_are_refused(trained: Any, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("block", [8, -1])
 def test_blocks_that_the_model_lacks_are_refused(block: int) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"task.blocks=\[0, {block}\]: this model executes 8 residual blocks, 0 to 7, and {block} is"
-    ):
+    with pytest.raises(ConfigError, match=rf"task.blocks=\[0, {block}\]: this model executes 8 .* and {block} is"):
         make(blocks=[0, block])
 
 
@@ -352,7 +351,7 @@ def test_a_bare_file_is_asked_about_and_its_filter_is_doubted(
     [
         ({"blocks": []}, r"blocks=\[\]: names no block, or one twice"),
         ({"blocks": [1, 1]}, r"blocks=\[1, 1\]: names no block, or one twice"),
-        ({"control_drop_prob": 1.5}, "control_drop_prob=1.5: is a share of the samples"),
+        ({"control_drop_prob": 1.5}, "control_drop_prob=1.5 must lie between 0 and 1"),
         ({"bottleneck": "small", "backbone_weights": "imagenet"}, "are for bottleneck=effnet, not small"),
     ],
 )

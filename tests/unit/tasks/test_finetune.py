@@ -13,7 +13,7 @@ from cascade_train.engine.phase import trainable_parameters
 from cascade_train.errors import ConfigError
 from cascade_train.tasks.finetune import Finetune
 from tests.unit.models.stages import build_stage
-from tests.unit.tasks.task_contract import CPU, TaskContract, attached, batch_for, component
+from tests.unit.tasks.task_contract import CPU, TaskContract, attached, batch_for, component, left
 
 
 class TestFinetune(TaskContract):
@@ -55,9 +55,7 @@ def test_every_weight_of_the_network_trains_in_train_mode() -> None:
 
 def test_the_prior_left_behind_conditions_and_predicts_as_the_stage_does(tmp_path: Path) -> None:
     task = attached(component("task", "finetune"), "c_tiny")
-    export = task.exports()["prior"]
-    export.write(export.module.state_dict(), tmp_path / "prior")
-    pipeline = StableCascadePriorPipeline.from_pretrained(tmp_path / "prior")
+    pipeline = StableCascadePriorPipeline.from_pretrained(left(task, "prior", tmp_path))
     pipeline.set_progress_bar_config(disable=True)
     assert pipeline.config.resolution_multiple == 32.0
 
@@ -79,9 +77,7 @@ def test_bf16_towers_are_exported_in_the_networks_dtype(tmp_path: Path) -> None:
     stage.text_encoder.module.bfloat16()
     task = component("task", "finetune")
     task.attach(stage, component("objective", "gdf"), torch.device("cpu"))
-    export = task.exports()["prior"]
-    export.write(export.module.state_dict(), tmp_path / "prior")
-    pipeline = StableCascadePriorPipeline.from_pretrained(tmp_path / "prior")
+    pipeline = StableCascadePriorPipeline.from_pretrained(left(task, "prior", tmp_path))
     assert pipeline.text_encoder.dtype == pipeline.prior.dtype == torch.float32
     assert stage.text_encoder.module.dtype == torch.bfloat16
 

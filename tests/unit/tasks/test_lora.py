@@ -11,10 +11,9 @@ import torch
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.lora import adapted_layers
-from cascade_train.tasks.lora import LoRA
 from tests.unit.models.small_networks import load_lora
 from tests.unit.models.stages import build_stage
-from tests.unit.tasks.task_contract import TaskContract, attached, component, make_batch, trainable
+from tests.unit.tasks.task_contract import TaskContract, attached, component, left, make_batch, trainable
 
 
 class TestLoRA(TaskContract):
@@ -23,54 +22,45 @@ class TestLoRA(TaskContract):
 
 
 class TestLoRAOnEveryLayer(TestLoRA):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def task(cls) -> Any:
-        return attached(component("task", "lora", module_filters=None, rank=2), cls.model)
+    changes = {"module_filters": None, "rank": 2}
 
 
 TOKENS = [["[fernando]", "^star</w>"], ["^red</w>", None]]
 
 
 class TestLoRAWithTokens(TestLoRA):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def task(cls) -> Any:
-        return attached(component("task", "lora", train_tokens=TOKENS), cls.model)
+    changes = {"train_tokens": TOKENS}
 
 
 class TestLoRAOnBothWithMagnitudes(TestLoRA):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def task(cls) -> Any:
-        return attached(component("task", "lora", dora=True, text_encoder_filters=[".self_attn"]), cls.model)
+    changes = {"dora": True, "text_encoder_filters": [".self_attn"]}
 
 
 class TestLoRAWithJointProjections(TestLoRA):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def task(cls) -> Any:
-        return attached(component("task", "lora", joint_qkv=True), cls.model)
+    changes = {"joint_qkv": True}
 
 
 class TestLoRAAsTheOriginal(TestLoRA):
     @pytest.fixture(scope="class")
     @classmethod
     def task(cls) -> Any:
-        options = {"joint_qkv": True, "init": "original", "alpha": 1.0, "train_tokens": TOKENS}
-        return attached(component("task", "lora", **options), cls.model)
+        return make(joint_qkv=True, init="original", alpha=1.0, train_tokens=TOKENS)
+
+
+def make(**changes: Any) -> Any:
+    return attached(component("task", "lora", **changes), "c_tiny")
 
 
 @pytest.mark.parametrize("filters", [None, [".self_attn"]])
 def test_the_first_values_are_those_of_every_adapter(filters: list[str] | None) -> None:
-    task = attached(component("task", "lora", init="original", dora=True, text_encoder_filters=filters), "c_tiny")
+    task = make(init="original", dora=True, text_encoder_filters=filters)
     state = {n: p for root in task.phases()[0].modules.values() for n, p in root.named_parameters() if ".lora_" in n}
     assert any("self_attn" in name for name in state) == (filters is not None)
     assert all(value.eq(0).all() == ("lora_A" in name) for name, value in state.items())
 
 
 def test_joint_projections_share_one_parameter() -> None:
-    apart, joint = (attached(component("task", "lora", joint_qkv=j), "c_tiny") for j in (False, True))
+    apart, joint = (make(joint_qkv=j) for j in (False, True))
     attentions = sum(name.endswith(".to_q") for name, _ in adapted_layers(joint.stage.network))
     assert attentions == 8
     counts = [len(trainable(task.phases()[0])) for task in (apart, joint)]
@@ -78,25 +68,23 @@ def test_joint_projections_share_one_parameter() -> None:
 
 
 def test_joint_projections_are_stored_as_three_and_trained_on(tmp_path: Path) -> None:
-    joint = attached(component("task", "lora", joint_qkv=True), "c_tiny")
-    export = joint.exports()["lora"]
-    export.write(export.module.state_dict(), tmp_path / "export" / "lora")
+    joint = make(joint_qkv=True)
+    left(joint, "lora", tmp_path / "export")
     for together in (False, True):
-        again = attached(component("task", "lora", joint_qkv=together, seed=7, weights=str(tmp_path)), "c_tiny")
+        again = make(joint_qkv=together, seed=7, weights=str(tmp_path))
         found, expected = (dict(task.stage.network.state_dict()) for task in (again, joint))
         assert all(torch.equal(found[name], value) for name, value in expected.items() if ".lora_" in name)
 
 
 def test_projections_that_were_trained_apart_are_not_joined(tmp_path: Path) -> None:
-    apart = attached(component("task", "lora"), "c_tiny")
-    export = apart.exports()["lora"]
-    export.write(export.module.state_dict(), tmp_path / "export" / "lora")
+    apart = make()
+    left(apart, "lora", tmp_path / "export")
     with pytest.raises(ConfigError, match="its q, k and v begin with halves of their own; set task.joint_qkv=false"):
-        attached(component("task", "lora", joint_qkv=True, weights=str(tmp_path)), "c_tiny")
+        make(joint_qkv=True, weights=str(tmp_path))
 
 
 def test_the_frozen_base_is_in_eval_mode_and_only_adapter_dropout_trains() -> None:
-    task = attached(component("task", "lora", dropout=0.1), "c_tiny")
+    task = make(dropout=0.1)
     training = {name for name, module in task.stage.network.named_modules() if module.training}
     assert training
     assert all(".lora_dropout" in name for name in training)
@@ -115,36 +103,22 @@ def test_a_bf16_base_trains_fp32_adapters_and_keeps_no_gradient() -> None:
         assert parameter.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16)
 
 
-def test_adapters_left_behind_predict_the_same_on_a_fresh_base(tmp_path: Path) -> None:
-    task = attached(component("task", "lora"), "c_tiny")
-    for _, layer in adapted_layers(task.stage.network):
-        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
-    export = task.exports()["lora"]
-    export.write(export.module.state_dict(), tmp_path / "lora")
-    other = attached(component("task", "finetune"), "c_tiny")
-    load_lora(other.stage.network.eval(), str(tmp_path / "lora"))
+def test_adapters_left_behind_predict_the_same_on_a_fresh_base_and_are_taken_up(tmp_path: Path) -> None:
+    task = with_values(make())
+    folder = left(task, "lora", tmp_path / "export")
+    plain = attached(component("task", "finetune"), "c_tiny")
+    load_lora(plain.stage.network.eval(), str(folder))
     inputs = torch.randn(1, 16, 3, 3), torch.tensor([0.4]), task.stage.conditions(task.stage.tokenize(["a circle"]))
-    assert torch.equal(other.stage.predict(*inputs), task.stage.predict(*inputs))
+    assert torch.equal(plain.stage.predict(*inputs), task.stage.predict(*inputs))
 
-
-def test_a_task_takes_up_what_it_left_behind(tmp_path: Path) -> None:
-    task = attached(component("task", "lora"), "c_tiny")
-    for _, layer in adapted_layers(task.stage.network):
-        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
-    export = task.exports()["lora"]
-    export.write(export.module.state_dict(), tmp_path / "export" / "lora")
-
-    other = attached(component("task", "lora", seed=9), "c_tiny")
+    other = make(seed=9)
     other.load_export(tmp_path / "export")
     state = task.stage.network.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in other.stage.network.state_dict().items())
-
-    wider = attached(component("task", "lora", rank=8), "c_tiny")
     with pytest.raises(ConfigError, match="have rank 4 and alpha 4, the task asks for task.rank=8 task.alpha=4"):
-        wider.load_export(tmp_path / "export")
-    fewer = attached(component("task", "lora", module_filters=["to_q"]), "c_tiny")
+        make(rank=8).load_export(tmp_path / "export")
     with pytest.raises(ConfigError, match="are not those of the adapted modules"):
-        fewer.load_export(tmp_path / "export")
+        make(module_filters=["to_q"]).load_export(tmp_path / "export")
     with pytest.raises(ConfigError, match="from=.*nothing: no such file or folder; give a run"):
         task.load_export(tmp_path / "nothing")
 
@@ -169,14 +143,13 @@ FULL = {"train_tokens": TOKENS, "text_encoder_filters": [".self_attn"], "dora": 
 @pytest.fixture(scope="module")
 def left_behind(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A task whose adapters of both modules and whose tokens have values, and what it left."""
-    task, folder = with_values(attached(component("task", "lora", **FULL), "c_tiny")), tmp_path_factory.mktemp("run")
-    export = task.exports()["lora"]
-    assert export.write(export.module.state_dict(), folder / "export" / "lora") < 1e-6
+    task, folder = with_values(make(**FULL)), tmp_path_factory.mktemp("run")
+    left(task, "lora", folder / "export")
     return task, folder
 
 
 def test_tokens_and_adapters_of_both_modules_train_and_the_caption_reaches_them() -> None:
-    task = attached(component("task", "lora", **FULL), "c_tiny")
+    task = make(**FULL)
     (phase,) = task.phases()
     assert list(phase.modules) == ["network", "text_encoder"]
     shift = "text_encoder.text_model.embeddings.token_embedding.shift"
@@ -192,7 +165,7 @@ def test_tokens_and_adapters_of_both_modules_train_and_the_caption_reaches_them(
 
 def test_a_generation_finds_tokens_and_adapters_by_name(left_behind: tuple[Any, Path]) -> None:
     task, folder = left_behind
-    fresh = attached(component("task", "lora", **FULL), "c_tiny")
+    fresh = make(**FULL)
     assert not torch.allclose(predictions(fresh)[0], predictions(task)[0], atol=1e-3)
     fresh.load_export(folder / "export")
     for found, expected in zip(predictions(fresh), predictions(task), strict=True):
@@ -205,7 +178,7 @@ def test_a_new_run_starts_from_given_adapters_and_trains_their_tokens_on(
 ) -> None:
     task, folder = left_behind
     options = FULL | {"train_tokens": [["[new]", "^ring</w>"]]}
-    fresh = attached(component("task", "lora", **options, weights=str(folder / place)), "c_tiny")
+    fresh = make(**options, weights=str(folder / place))
     torch.testing.assert_close(predictions(fresh)[0], predictions(task)[0], rtol=1e-5, atol=1e-6)
     (phase,) = fresh.phases()
     table = phase.modules["text_encoder"].get_input_embeddings()
@@ -215,12 +188,12 @@ def test_a_new_run_starts_from_given_adapters_and_trains_their_tokens_on(
 
 def test_adapters_of_the_text_encoder_need_their_filters(left_behind: tuple[Any, Path]) -> None:
     with pytest.raises(ConfigError, match="task.weights=.*: holds adapters of the text encoder; set"):
-        attached(component("task", "lora", dora=True, weights=str(left_behind[1])), "c_tiny")
+        make(dora=True, weights=str(left_behind[1]))
 
 
 def test_a_filter_of_the_text_encoder_names_its_own_key() -> None:
     with pytest.raises(ConfigError, match="task.text_encoder_filters: '.atn' selects no linear"):
-        attached(component("task", "lora", text_encoder_filters=[".atn"]), "c_tiny")
+        make(text_encoder_filters=[".atn"])
 
 
 def test_only_stages_with_text_are_adapted() -> None:
@@ -231,44 +204,27 @@ def test_only_stages_with_text_are_adapted() -> None:
 
 
 def test_first_values_follow_the_seed() -> None:
-    down = [
-        next(iter(adapted_layers(attached(component("task", "lora", seed=seed), "c_tiny").stage.network)))[1]
-        .lora_A["default"]
-        .weight
-        for seed in (0, 0, 1)
-    ]
+    layers = [next(adapted_layers(make(seed=seed).stage.network))[1] for seed in (0, 0, 1)]
+    down = [layer.lora_A["default"].weight for layer in layers]
     assert torch.equal(down[0], down[1])
     assert not torch.equal(down[0], down[2])
 
 
 def test_a_filter_that_selects_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="'.atn' selects no linear or ungrouped convolution layer"):
-        attached(component("task", "lora", module_filters=[".atn"]), "c_tiny")
+        make(module_filters=[".atn"])
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 0}, "rank=0: an adapter needs at least one column"),
-        ({"alpha": 0.0}, r"alpha=0.0: the adapters' scale is alpha / rank, give a number above 0"),
+        ({"rank": 0}, "rank=0 must be at least 1: an adapter needs"),
+        ({"alpha": 0.0}, "alpha=0.0 must be greater than 0"),
         ({"dropout": 1.0}, "dropout=1.0: is a probability on the adapters' input"),
         ({"train_tokens": []}, r"train_tokens=\[\]: names no token; give pairs like"),
-        ({"cond_drop_prob": 1.5}, "cond_drop_prob=1.5: is a share of the samples"),
+        ({"cond_drop_prob": 1.5}, "cond_drop_prob=1.5 must lie between 0 and 1"),
     ],
 )
 def test_numbers_out_of_range_are_refused(change: dict[str, float], message: str) -> None:
-    options: dict[str, Any] = {
-        "rank": 4,
-        "alpha": 4.0,
-        "dropout": 0.0,
-        "module_filters": None,
-        "dora": False,
-        "text_encoder_filters": None,
-        "train_tokens": None,
-        "weights": None,
-        "seed": 0,
-        "cond_drop_prob": 0.05,
-        "image_keep_prob": 0.1,
-    }
-    with pytest.raises(ValueError, match=message):
-        LoRA(**(options | change))
+    with pytest.raises(Exception, match=message):
+        component("task", "lora", **change)

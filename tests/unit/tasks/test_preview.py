@@ -13,9 +13,10 @@ from torch.nn.functional import avg_pool2d
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
 from cascade_train.models.cascade.previewer import ConvolutionPreviewer
+from cascade_train.tasks.pictures import RoundTrip
 from cascade_train.tasks.preview import Preview
 from tests.unit.models.stages import make_stage
-from tests.unit.tasks.task_contract import CPU, TaskContract, component, make_batch
+from tests.unit.tasks.task_contract import CPU, TaskContract, component, left, make_batch
 
 SMALL = "cascade_train.models.cascade.convolutional.ConvolutionalPreviewer"
 ORIGINAL = "cascade_train.models.cascade.previewer.ConvolutionPreviewer"
@@ -90,8 +91,8 @@ class TestAutoencoding(OfPreviewers):
         phase.loss(prepared).loss_B.mean().backward()
         for module in phase.modules.values():
             assert all(parameter.grad.abs().sum() > 0 for parameter in module.parameters())
-        for name, export in task.exports().items():
-            export.write(export.module.state_dict(), tmp_path / "export" / name)
+        for name in task.exports():
+            left(task, name, tmp_path / "export")
         for kind, module in ((ConvolutionalPreviewer, "previewer"), (ConvolutionalCompressor, "semantic_compressor")):
             again = kind(weights=str(tmp_path))
             again.build(device=CPU)
@@ -107,7 +108,7 @@ def test_noise_on_the_latents_is_each_samples_own_and_measured_without() -> None
     torch.testing.assert_close(noisy.loss(prepared).loss_B, (made - prepared.image_BCHW).abs().mean(dim=(1, 2, 3)))
     assert not torch.equal(noisy.loss(prepared).loss_B, quiet.loss(plain).loss_B)
     torch.testing.assert_close(noisy.measures(prepared, [])["loss"], quiet.measures(plain, [])["loss"], rtol=0, atol=0)
-    with pytest.raises(ValueError, match="latent_noise=-0.1: is a standard deviation, give 0 or more"):
+    with pytest.raises(ValueError, match="latent_noise=-0.1 must be at least 0.0: it is a standard deviation"):
         Preview(pixel="l1", latent_noise=-0.1)
 
 
@@ -184,3 +185,26 @@ def test_options_of_stage_b_are_refused(given: dict[str, Any]) -> None:
         ConfigError, match=rf"task.{next(iter(given))}=.*is for Stage B; what trains by this objective sees"
     ):
         component("task", "reconstruction", **given).for_objective(component("objective", "preview"))
+
+
+def test_a_distance_is_a_number_for_each_picture() -> None:
+    image, original = torch.zeros(2, 3, 4, 6), torch.stack([torch.full((3, 4, 6), value) for value in (0.5, -2.0)])
+    absolute, squared = (component("objective", "preview", pixel=pixel).pixels for pixel in ("l1", "l2"))
+    assert absolute(image, original).tolist() == [0.5, 2.0]
+    assert squared(image, original).tolist() == [0.25, 4.0]
+    mask = torch.ones(2, 1, 4, 6)
+    mask[1] = 0.0
+    assert squared(image, original, mask).tolist() == [0.25, 0.0]
+
+
+def test_pictures_become_fractions_and_must_be_there() -> None:
+    task = component("task", "reconstruction").for_objective(component("objective", "preview"))
+    task.device, batch = CPU, make_batch(0)
+    picture = task.prepare_batch(batch).image_BCHW
+    assert picture.dtype == torch.float32
+    assert torch.equal((picture * 255).round().to(torch.uint8), batch.image_BCHW)
+    object.__setattr__(batch, "image_BCHW", None)
+    with pytest.raises(AssertionError, match="a cache is no data for a task"):
+        task.prepare_batch(batch)
+    with pytest.raises(AssertionError, match="pictures of prompts alone are refused before"):
+        RoundTrip(None, "reconstruction").paint(["a circle"], None, lambda _: [])

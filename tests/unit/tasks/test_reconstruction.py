@@ -15,11 +15,11 @@ from cascade_train.models.cascade.convolutional import ConvolutionalCompressor
 from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.latent_codec import VQGAN
 from cascade_train.models.formats.export import build_plain_network
-from cascade_train.models.formats.weights import load_network
+from cascade_train.models.formats.weights import load_state
 from cascade_train.models.initialize import Fill, fill_
 from cascade_train.tasks.reconstruction import Reconstruction
 from tests.unit.models.stages import build_stage
-from tests.unit.tasks.task_contract import TaskContract, attached, component, make_batch
+from tests.unit.tasks.task_contract import TaskContract, attached, component, left, make_batch
 
 UNTRAINED = {"_target_": "cascade_train.models.cascade.convolutional.ConvolutionalCompressor", "weights": None}
 SMALL_VQGAN = {"bottleneck_blocks": 1, "embed_dim": 16, "latent_channels": 4, "num_vq_embeddings": 32, "levels": 2}
@@ -50,8 +50,8 @@ class TestReconstructionWithItsCompressor(TaskContract):
         task.phases()[0].loss(prepared).loss_B.mean().backward()
         assert all(parameter.grad.abs().sum() > 0 for parameter in module.parameters())
         torch.optim.SGD(module.parameters(), lr=1.0).step()
-        for name, export in task.exports().items():
-            export.write(export.module.state_dict(), tmp_path / "export" / name)
+        for name in task.exports():
+            left(task, name, tmp_path / "export")
         fresh = self.make()
         assert not all(map(torch.equal, fresh.stage.semantic_compressor.module.parameters(), module.parameters()))
         fresh.load_export(tmp_path / "export")
@@ -109,11 +109,10 @@ def test_it_cannot_paint_without_an_image(task: Any) -> None:
 
 
 def test_the_decoder_left_behind_is_found_again_as_weights(task: Any, tmp_path: Path) -> None:
-    export = task.exports()["decoder"]
-    export.write(export.module.state_dict(), tmp_path / "export" / "decoder")
+    left(task, "decoder", tmp_path / "export")
     network = task.stage.network_config.build()
-    load_network(network, str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), part="decoder")
-    assert all(torch.equal(value, network.state_dict()[name]) for name, value in export.module.state_dict().items())
+    load_state(network, str(tmp_path), dtype=torch.float32, part="decoder")
+    assert all(map(torch.equal, task.stage.network.state_dict().values(), network.state_dict().values()))
     read = dict(task.initial_average(str(tmp_path)))
     assert read.keys() == {f"network.{name}" for name in network.state_dict()}
 

@@ -10,21 +10,18 @@ import pytest
 import torch
 from diffusers import (
     AutoencoderKL,
-    DDPMScheduler,
     DiffusionPipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
-    UNet2DConditionModel,
 )
-from torch import Tensor
-from torch.nn import functional
 
 from cascade_train.batch import Batch
 from cascade_train.errors import ConfigError
 from cascade_train.models.lora import adapted_layers
 from cascade_train.tasks.base import SampleSettings
 from tests.unit.models.stages import make_stage
-from tests.unit.tasks.task_contract import TaskContract, attached, component, make_batch
+from tests.unit.tasks.as_diffusers import assert_equal_gradients, reference_loss
+from tests.unit.tasks.task_contract import TaskContract, attached, component, left, make_batch
 
 FAMILIES = {"sd_tiny": StableDiffusionPipeline, "sdxl_tiny": StableDiffusionXLPipeline}
 PROMPTS = ["a small red circle", "a large blue square on a green background"]
@@ -58,58 +55,32 @@ TIME_IDS = torch.tensor([[64, 48, 11, 0, 32, 32], [40, 100, 0, 24, 32, 32], [32,
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
+def pipelines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
     """The name of a family, a task on it, and the pipeline that it leaves."""
     task = attached(component("task", "finetune", cond_drop_prob=0.0), request.param, component("objective", "ddpm"))
-    export, folder = task.exports()["pipeline"], tmp_path_factory.mktemp(request.param)
-    export.write(export.module.state_dict(), folder / "pipeline")
-    return request.param, task, folder / "pipeline"
+    return request.param, task, left(task, "pipeline", tmp_path_factory.mktemp(request.param))
 
 
-def reference_loss(folder: Path, unet: UNet2DConditionModel, batch: Batch, prepared: Any) -> Tensor:
-    """Return the loss of each sample as diffusers' training scripts compute it from a pipeline's folder."""
-    pipeline = DiffusionPipeline.from_pretrained(folder)
-    scheduler = DDPMScheduler.from_config(pipeline.scheduler.config)
-    pixels = batch.image_BCHW.float() / 127.5 - 1
-    with torch.no_grad():
-        posterior = pipeline.vae.encode(pixels).latent_dist
-        latents = (posterior.mean + posterior.std * prepared.drawn["posterior"]) * pipeline.vae.config.scaling_factor
-        if "XL" in type(pipeline).__name__:
-            text, _, pooled, _ = pipeline.encode_prompt(list(batch.captions), do_classifier_free_guidance=False)
-            added = {"text_embeds": pooled, "time_ids": TIME_IDS.float()}
-        else:
-            text, _ = pipeline.encode_prompt(list(batch.captions), "cpu", 1, do_classifier_free_guidance=False)
-            added = None
-    timesteps = ((1 - prepared.timestep_B) * 1000).long()
-    noisy = scheduler.add_noise(latents, prepared.noise_BCHW, timesteps)
-    pred = unet(noisy, timesteps, text, added_cond_kwargs=added).sample
-    return functional.mse_loss(pred, prepared.noise_BCHW, reduction="none").mean(dim=(1, 2, 3))
-
-
-def test_a_training_step_is_that_of_diffusers_and_torch(left: tuple[str, Any, Path]) -> None:
-    _, task, folder = left
+def test_a_training_step_is_that_of_diffusers_and_torch(pipelines: tuple[str, Any, Path]) -> None:
+    _, task, folder = pipelines
     batch = framed_batch()
     prepared = task.prepare_batch(batch)
     network = task.stage.network
     network.zero_grad()
     output = task.loss(prepared)
     output.loss_B.mean().backward()
-    unet = UNet2DConditionModel.from_pretrained(folder / "unet")
-    expected_B = reference_loss(folder, unet, batch, prepared)
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    expected_B = reference_loss(pipeline, batch, prepared, time_ids=TIME_IDS)
     expected_B.mean().backward()
     torch.testing.assert_close(output.loss_B, expected_B, atol=1e-5, rtol=1e-5)
-    gradients = {name: parameter.grad for name, parameter in unet.named_parameters()}
-    assert len(gradients) == len(list(network.parameters())) > 50
-    for name, parameter in network.named_parameters():
-        scale = float(gradients[name].abs().max())
-        assert scale > 0, name
-        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5 * max(1.0, scale), rtol=1e-4, msg=name)
+    assert all(parameter.grad.any() for parameter in network.parameters())
+    assert_equal_gradients(network, pipeline.unet)
     network.zero_grad()
 
 
 @pytest.mark.parametrize("negative", ["", "a large blue square"])
-def test_pictures_of_the_pipeline_are_those_of_our_sampler(left: tuple[str, Any, Path], negative: str) -> None:
-    family, task, folder = left
+def test_pictures_of_the_pipeline_are_those_of_our_sampler(pipelines: tuple[str, Any, Path], negative: str) -> None:
+    family, task, folder = pipelines
     pipeline = FAMILIES[family].from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     settings = SampleSettings(sampler="ddim", steps=5, guidance_scale=4.0, shift=1.0, negative_prompt=negative)
@@ -127,8 +98,8 @@ def test_pictures_of_the_pipeline_are_those_of_our_sampler(left: tuple[str, Any,
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
 
 
-def test_the_captions_of_the_pipeline_are_encoded_as_in_training(left: tuple[str, Any, Path]) -> None:
-    family, task, folder = left
+def test_the_captions_of_the_pipeline_are_encoded_as_in_training(pipelines: tuple[str, Any, Path]) -> None:
+    family, task, folder = pipelines
     pipeline = FAMILIES[family].from_pretrained(folder)
     found = pipeline.encode_prompt(PROMPTS, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=True)
     cond = task.stage.conditions(task.stage.tokenize([*PROMPTS, "", ""]))
@@ -140,9 +111,7 @@ def test_the_captions_of_the_pipeline_are_encoded_as_in_training(left: tuple[str
 def test_velocity_and_zero_terminal_snr_are_in_the_pipelines_scheduler(tmp_path: Path) -> None:
     objective = component("objective", "ddpm_v", schedule={"rescale_betas_zero_snr": True})
     task = attached(component("task", "finetune"), "sd_tiny", objective)
-    export = task.exports()["pipeline"]
-    export.write(export.module.state_dict(), tmp_path)
-    config = StableDiffusionPipeline.from_pretrained(tmp_path).scheduler.config
+    config = StableDiffusionPipeline.from_pretrained(left(task, "pipeline", tmp_path)).scheduler.config
     assert config["prediction_type"] == "v_prediction"
     assert config["rescale_betas_zero_snr"]
     assert config["timestep_spacing"] == "trailing"
@@ -150,29 +119,24 @@ def test_velocity_and_zero_terminal_snr_are_in_the_pipelines_scheduler(tmp_path:
 
 def test_a_network_of_edm_leaves_a_pipeline_with_its_scheduler(tmp_path: Path) -> None:
     task = attached(component("task", "finetune"), "sdxl_tiny", component("objective", "edm_sdxl"))
-    export = task.exports()["pipeline"]
-    export.write(export.module.state_dict(), tmp_path)
-    scheduler = StableDiffusionXLPipeline.from_pretrained(tmp_path).scheduler
+    scheduler = StableDiffusionXLPipeline.from_pretrained(left(task, "pipeline", tmp_path)).scheduler
     assert type(scheduler).__name__ == "EDMEulerScheduler"
     assert (scheduler.config["sigma_data"], scheduler.config["sigma_max"]) == (0.5, 80.0)
 
 
 def test_a_network_whose_objective_diffusers_does_not_sample_is_left_alone(tmp_path: Path) -> None:
     task = attached(component("task", "finetune"), "sd_tiny", component("objective", "edm"))
-    export = task.exports()["pipeline"]
-    export.write(export.module.state_dict(), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["unet"]
+    assert [path.name for path in left(task, "pipeline", tmp_path).iterdir()] == ["unet"]
 
 
-def test_adapters_load_into_diffusers_pipeline(left: tuple[str, Any, Path], tmp_path: Path) -> None:
-    family, _, folder = left
+def test_adapters_load_into_diffusers_pipeline(pipelines: tuple[str, Any, Path], tmp_path: Path) -> None:
+    family, _, folder = pipelines
     options = {"module_filters": [".attn", "conv1"], "rank": 2, "alpha": 4.0}
     task = attached(component("task", "lora", **options), family, component("objective", "ddpm"))
     generator = torch.Generator().manual_seed(0)
     for _, layer in adapted_layers(task.stage.network):
         layer.lora_B["default"].weight.data.normal_(0.0, 0.1, generator=generator)
-    export = task.exports()["lora"]
-    export.write(export.module.state_dict(), tmp_path / "lora")
+    adapters = left(task, "lora", tmp_path)
     pipeline = FAMILIES[family].from_pretrained(folder)
     cond = task.stage.conditions(task.stage.tokenize(PROMPTS))
     latents, timestep = torch.randn(2, 4, 8, 8, generator=generator), torch.tensor([500.0, 10.0])
@@ -181,7 +145,7 @@ def test_adapters_load_into_diffusers_pipeline(left: tuple[str, Any, Path], tmp_
         ids = torch.tensor([[32.0, 32, 0, 0, 32, 32]]).expand(2, 6)
         named["added_cond_kwargs"] = {"text_embeds": cond["text_embeds"], "time_ids": ids}
     before = pipeline.unet(**named).sample
-    pipeline.load_lora_weights(tmp_path / "lora")
+    pipeline.load_lora_weights(adapters)
     after = pipeline.unet(**named).sample
     assert (after - before).abs().max() > 0.01
     torch.testing.assert_close(after, task.stage.predict(latents, timestep, cond), atol=1e-5, rtol=1e-4)
@@ -198,7 +162,7 @@ def test_an_image_is_no_condition() -> None:
         task.check_stage(make_stage("sd_tiny"))
 
 
-def test_an_autoencoder_is_of_its_own_class(left: tuple[str, Any, Path]) -> None:
-    loaded = AutoencoderKL.from_pretrained(left[2] / "vae")
-    found = left[1].stage.vae.module.state_dict()
+def test_an_autoencoder_is_of_its_own_class(pipelines: tuple[str, Any, Path]) -> None:
+    loaded = AutoencoderKL.from_pretrained(pipelines[2] / "vae")
+    found = pipelines[1].stage.vae.module.state_dict()
     assert all(torch.equal(value, found[name]) for name, value in loaded.state_dict().items())

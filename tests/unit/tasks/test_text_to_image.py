@@ -12,7 +12,9 @@ from cascade_train.batch import Batch
 from cascade_train.errors import ConfigError
 from cascade_train.tasks.base import Task
 from cascade_train.tasks.finetune import Finetune
-from tests.unit.tasks.task_contract import attached, component, make_batch
+from tests.unit.models.cascade.test_stage_c import TINY_VISION
+from tests.unit.models.stages import build_stage
+from tests.unit.tasks.task_contract import CPU, attached, component, make_batch
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +150,7 @@ def test_offset_noise_is_drawn_where_the_objective_has_it() -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("cond_drop_prob", -0.1), ("image_keep_prob", 1.1)])
 def test_a_share_outside_zero_and_one_is_refused(key: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{key}={value}: is a share of the samples, give a number between 0 and 1"):
+    with pytest.raises(ValueError, match=f"{key}={value} must lie between 0 and 1"):
         Finetune(**({"cond_drop_prob": 0.1, "image_keep_prob": 0.1} | {key: value}))
 
 
@@ -195,3 +197,56 @@ def test_a_mask_keeps_the_loss_to_its_places(task: Any, monkeypatch: pytest.Monk
         losses.append(task.loss(prepared).loss_B)
     assert torch.equal(losses[0], losses[1])
     assert (losses[0] > 0).all()
+
+
+@pytest.fixture(scope="module")
+def stage() -> Any:
+    return build_stage("c_tiny", {"image_encoder": TINY_VISION})
+
+
+@pytest.fixture
+def of_cache(stage: Any) -> Any:
+    task = component("task", "finetune", image_keep_prob=0.5)
+    task.attach(stage, component("objective", "gdf"), CPU)
+    return task
+
+
+def cached(stage: Any, batch: Batch) -> Batch:
+    products = stage.make_image_products(batch.image_BCHW.float() / 255)
+    return replace(batch, image_BCHW=None, tensors=products)
+
+
+def test_products_stand_for_images_and_captions(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, captions, keep = torch.rand(2, 3, 96, 128), ["a small red circle", ""], torch.tensor([True, False])
+    products = stage.make_image_products(images)
+    assert products.keys() == stage.image_products.keys() == {"effnet_latent", "clip_img"}
+    expected = stage.conditions(stage.tokenize(captions), images, keep)
+    latents, of_captions = stage.encode(images), stage.make_caption_products(captions)
+    assert of_captions.keys() == stage.caption_products.keys()
+    monkeypatch.setattr(stage, "caption_lookup", lambda _: of_captions)
+    monkeypatch.setattr(stage, "left_out", frozenset({"text_encoder", "image_encoder", "semantic_compressor"}))
+    monkeypatch.setattr(stage, "reads_cache", True)
+    assert stage.frozen_modules().keys() == {"previewer"}
+    assert torch.equal(stage.encode(products), latents)
+    found = stage.conditions(stage.tokenize(captions), products, keep)
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # the tower sees the kept rows alone
+    assert found["clip_img"][0].any()
+
+
+def test_a_batch_of_products_is_prepared_as_one_of_images(
+    stage: Any, of_cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch(0, 1)
+    expected = of_cache.prepare_batch(batch)
+    monkeypatch.setattr(stage, "left_out", frozenset({"semantic_compressor"}))
+    monkeypatch.setattr(stage, "reads_cache", True)
+    found = of_cache.prepare_batch(cached(stage, batch))
+    assert found.image_BCHW is None
+    assert torch.equal(found.noise_BCHW, expected.noise_BCHW)
+    torch.testing.assert_close(of_cache.loss(found).loss_B, of_cache.loss(expected).loss_B, rtol=1e-5, atol=1e-6)
+
+
+def test_products_that_nobody_compared_with_the_model_are_refused(stage: Any, of_cache: Any) -> None:
+    with pytest.raises(ConfigError, match="a cache cannot be a part of other data"):
+        of_cache.prepare_batch(cached(stage, make_batch(0)))

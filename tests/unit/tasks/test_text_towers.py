@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDPMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from safetensors.torch import load_file
-from torch import Tensor
-from torch.nn import functional
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.formats.export_lora import export_lora
@@ -19,7 +17,8 @@ from cascade_train.models.lora import adapted_layers
 from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from cascade_train.models.tokens import trained_tokens
 from tests.unit.models.stages import build_stage, make_stage
-from tests.unit.tasks.task_contract import CPU, TaskContract, batch_for, component, trainable
+from tests.unit.tasks.as_diffusers import assert_equal_gradients, reference_loss
+from tests.unit.tasks.task_contract import CPU, TaskContract, batch_for, component, left, trainable
 
 FAMILIES = {"sd_tiny": StableDiffusionPipeline, "sdxl_tiny": StableDiffusionXLPipeline}
 TRAINED = {"sd_tiny": ("text_encoder",), "sdxl_tiny": ("text_encoder", "text_encoder_2")}
@@ -34,12 +33,6 @@ def make(model: str, option: str = "finetune", towers: Any = None, **changes: An
     task.check_stage(stage)
     task.attach(stage, component("objective", "ddpm"), CPU)
     return task
-
-
-def left(task: Any, name: str, folder: Path) -> Path:
-    export = task.exports()[name]
-    assert 0.0 <= export.write(export.module.state_dict(), folder / name) < 1e-5
-    return folder / name
 
 
 class TestFinetuneWithTextTowers(TaskContract):
@@ -73,32 +66,7 @@ def test_a_training_step_is_that_of_diffusers_and_torch(family: str, tmp_path: P
     torch.testing.assert_close(output.loss_B, expected_B, atol=1e-5, rtol=1e-5)
     for root in ("unet", *TRAINED[family]):
         ours = task.stage.network if root == "unet" else getattr(task.stage, root).module
-        theirs = dict(getattr(pipeline, root).named_parameters())
-        for name, parameter in ours.named_parameters():
-            if parameter.requires_grad:
-                scale = float(theirs[name].grad.abs().max())
-                torch.testing.assert_close(
-                    parameter.grad, theirs[name].grad, atol=1e-5 * max(1.0, scale), rtol=1e-4, msg=name
-                )
-            else:
-                assert theirs[name].grad is None or not theirs[name].grad.any(), f"{root}: {name} learns elsewhere"
-
-
-def reference_loss(pipeline: Any, batch: Any, prepared: Any) -> Tensor:
-    scheduler, added = DDPMScheduler.from_config(pipeline.scheduler.config), None
-    with torch.no_grad():
-        posterior = pipeline.vae.encode(batch.image_BCHW.float() / 127.5 - 1).latent_dist
-        latents = (posterior.mean + posterior.std * prepared.drawn["posterior"]) * pipeline.vae.config.scaling_factor
-    text, _, *pooled = pipeline.encode_prompt(
-        list(batch.captions), device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False
-    )
-    if pooled:
-        ids = torch.tensor([[32.0, 32, 0, 0, 32, 32]]).expand(len(text), 6)
-        added = {"text_embeds": pooled[0], "time_ids": ids}
-    timesteps = ((1 - prepared.timestep_B) * 1000).long()
-    noisy = scheduler.add_noise(latents, prepared.noise_BCHW, timesteps)
-    pred = pipeline.unet(noisy, timesteps, text, added_cond_kwargs=added).sample
-    return functional.mse_loss(pred, prepared.noise_BCHW, reduction="none").mean(dim=(1, 2, 3))
+        assert_equal_gradients(ours, getattr(pipeline, root))
 
 
 def test_a_pipeline_has_the_towers_that_trained_and_they_come_back(tmp_path: Path) -> None:
@@ -190,7 +158,7 @@ def test_other_programs_find_the_towers_under_kohyas_names(family: str, prefixes
     assert found.text_encoder.keys() == lora.text_encoder.keys() != set()
     assert found.text_encoder_2.keys() == lora.text_encoder_2.keys()
     if family == "sdxl_tiny":
-        with pytest.raises(ConfigError, match="holds something of a second text encoder, and stable_diffusion has one"):
+        with pytest.raises(ConfigError, match="contains text_encoder_2 weights, and stable_diffusion has one text"):
             make("sd_tiny", "lora", {}, text_encoder_filters=[".mlp"])._load_tower("text_encoder_2", {}, None, "from=x")
 
 
@@ -211,11 +179,7 @@ def test_tokens_that_kohyas_format_has_no_place_for_are_refused_before_anything_
 @pytest.mark.parametrize(
     ("option", "towers", "message"),
     [
-        (
-            "lora",
-            {"train": True},
-            r"text_encoder\.train=true: is for task=finetune, and a LoRA leaves the weights",
-        ),
+        ("lora", {"train": True}, r"text_encoder\.train=true: is for task=finetune, and a LoRA leaves the weights"),
         ("controlnet", {"train": True}, r"train=true: is for task=finetune, and a ControlNet leaves the weights"),
         ("finetune", {"lr": 1e-5}, r"model\.text_encoder\.lr=1e-05: nothing in this tower trains; leave it null"),
     ],
@@ -229,7 +193,7 @@ def test_towers_that_cannot_train_are_refused(option: str, towers: dict[str, Any
     ("model", "towers", "message"),
     [
         ("c_tiny", {"train": True}, r"model\.text_encoder\.train=true: the text tower of stage_c stays as it is"),
-        ("sd_tiny", {"lr": 0.0}, r"text_encoder\.lr=0\.0: give a number above 0, or null for the optimizer's"),
+        ("sd_tiny", {"lr": 0.0}, r"text_encoder\.lr=0\.0 must be greater than 0"),
     ],
 )
 def test_options_of_a_tower_out_of_place_are_refused(model: str, towers: dict[str, Any], message: str) -> None:

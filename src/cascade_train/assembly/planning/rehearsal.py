@@ -30,7 +30,7 @@ from cascade_train.distributed.parallelize import make_copies, reshard, set_grad
 from cascade_train.distributed.sharded import gathered_alone
 from cascade_train.engine.optimizer import fill_state
 from cascade_train.engine.phase import training_state
-from cascade_train.filters.base import ControlFilter, ControlMap, Encode, arrived
+from cascade_train.filters.base import ControlFilter, ControlMap, Encode, float_map
 from cascade_train.tasks.base import Export, Phase
 from cascade_train.tasks.controlnet import ControlNet
 
@@ -260,7 +260,7 @@ class NoFilter(ControlFilter):
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Return the maps of the batch."""
-        return arrived
+        return float_map
 
 
 def on_meta(value: Any) -> Any:

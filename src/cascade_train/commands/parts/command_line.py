@@ -136,7 +136,8 @@ def _with_keys(command: Command, argv: Sequence[str], *, usage: str) -> list[str
     """Return arguments in which each word without a key has the key that it fills."""
     if not command.words:
         return list(argv)
-    words = [argument for argument in argv if names_place(argument)]
+    keys = [(argument, argument.partition("=")[0]) for argument in argv]
+    words = [each for each, key in keys if key == each or "/" in key or is_existing_path(each)]
     free = [key for key in command.words if not any(argument.startswith(f"{key}=") for argument in argv)]
     if not words and command.words[0] in free:
         first = next(word for word in command.usage.split() if word.isupper())
@@ -146,12 +147,6 @@ def _with_keys(command: Command, argv: Sequence[str], *, usage: str) -> list[str
         raise ConfigError(f"{words[len(free)]!r} is one word too many.\n{usage}")
     keyed = [f"{key}={word}" for key, word in zip(free, words, strict=False)]
     return [*keyed, *(argument for argument in argv if argument not in words)]
-
-
-def names_place(argument: str) -> bool:
-    """Return whether an argument is a path or another word, rather than key=value; paths may hold `=` too."""
-    key, equals, _ = argument.partition("=")
-    return not equals or "/" in key or is_existing_path(argument)
 
 
 def parse(schema: type[S], argv: Sequence[str]) -> S:

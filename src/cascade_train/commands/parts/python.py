@@ -14,7 +14,7 @@ import io
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,9 +29,15 @@ from cascade_train.commands.parts.command_line import filled
 from cascade_train.config.contracts import without_types
 from cascade_train.config.error_messages import in_our_words
 from cascade_train.config.groups import nearest
-from cascade_train.config.hydra_compat import replaced, texts_checked
-from cascade_train.config.launch import check_chosen_once, compose_root, prepare_process, with_implied_choices
-from cascade_train.config.overrides import check_not_hydras, searching, with_paths_quoted
+from cascade_train.config.launch import (
+    check_overrides,
+    compose_root,
+    prepare_process,
+    replaced,
+    texts_checked,
+    with_implied_choices,
+)
+from cascade_train.config.overrides import searching, with_paths_quoted
 from cascade_train.config.preflight import preflight
 from cascade_train.config.sweep import is_main
 from cascade_train.engine.run.config_difference import flatten
@@ -122,12 +128,8 @@ def called_rightly(function: F) -> F:
 def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig:
     """Return the configuration of a training, checked; values that follow others go on following them.
 
-    Args:
-        overrides: as on the command line, `task=lora`, `train.max_steps=100`.
-        config_dir: folder with groups of your own, as `--config-dir`.
-
-    Raises:
-        ConfigError: what the command line would refuse.
+    `overrides` are those of the command line, `task=lora`, `train.max_steps=100`; `config_dir` is a folder with groups
+    of your own, as `--config-dir`. What the command line would refuse is a ConfigError.
     """
     cfg = _composed(overrides, config_dir)
     _checked(cfg, preflight)
@@ -142,9 +144,7 @@ def train(*overrides: str | DictConfig, config_dir: str | Path | None = None) ->
     another thread than the main one there are no signals. `run.max_hours` counts from the start of the process.
     Random states and switches of torch, the log and handlers of signals are afterwards as they were before.
 
-    Args:
-        overrides: as for `compose`, or one configuration that it returned.
-        config_dir: as for `compose`.
+    The arguments are those of `compose`, or one configuration that it returned.
 
     Raises:
         ConfigError: something to change; a refused start leaves no folder.
@@ -156,7 +156,7 @@ def train(*overrides: str | DictConfig, config_dir: str | Path | None = None) ->
     given = _given(overrides, config_dir)
     cfg, folder = _checked(given, preflight), Path.cwd()
     log = log_shown(logging.INFO if is_main() else logging.WARNING)
-    with settings_kept(), log, _explained(), _hydra(_state(given)):
+    with settings_kept(), log, _explained(), replaced(HydraConfig.instance(), "cfg", _state(given)):
         train_command(cfg)
     return Run.of(folder / cfg.run.dir)
 
@@ -177,9 +177,6 @@ def plan(
         device: what it is to run on: h100, h200, a100 or rtx4090.
         samples: open the data, where it is on this machine.
         config_dir: as for `compose`.
-
-    Raises:
-        ConfigError: what a training on so many ranks would refuse.
     """
     from cascade_train.commands.plan import PlanArgs, checked, planned
 
@@ -197,9 +194,6 @@ def generate(source: str | Path | Run, prompts: str | Sequence[str] = (), **opti
         source: a run, its export, or published weights.
         prompts: one, several, or `@file`.
         options: the others of `cascade-train generate`, by name; `out` writes the images, and a grid, to a folder.
-
-    Raises:
-        ConfigError: no trained stage there, or an option that it refuses.
     """
     from cascade_train.commands.generate import GenerateArgs, painted
 
@@ -217,9 +211,6 @@ def evaluate(source: str | Path | Run, prompts: str | Sequence[str] = (), **opti
         source: a run, its export, or published weights.
         prompts: for a Stage C, one or several, or `@file`; none = the captions of the real pictures.
         options: the others of `cascade-train evaluate`, by name, such as `real` and `features`.
-
-    Raises:
-        ConfigError: no trained stage there, an option that it refuses, or nothing to compare with.
     """
     from cascade_train.commands.evaluate import EvaluateArgs, judged
 
@@ -249,7 +240,7 @@ def _given(overrides: Sequence[str | DictConfig], config_dir: str | Path | None)
 def _composed(overrides: Sequence[Any], config_dir: str | Path | None) -> DictConfig:
     """Return the configuration that overrides describe, not checked."""
     prepare_process()
-    with _explained(), _hydra(None), texts_checked():
+    with _explained(), replaced(HydraConfig.instance(), "cfg", None), texts_checked():
         if odd := [type(each).__name__ for each in overrides if not isinstance(each, str)]:
             raise ConfigError(
                 "give overrides as texts, key=value, one after the other (of a list: *overrides); or one configuration "
@@ -257,9 +248,8 @@ def _composed(overrides: Sequence[Any], config_dir: str | Path | None) -> DictCo
             )
         if flag := next((each for each in overrides if each.startswith("-")), None):
             raise ConfigError(f"{flag!r} is an option of the command line, and no override, key=value.")
-        check_not_hydras(overrides)
         choices = with_implied_choices(with_paths_quoted(overrides))
-        check_chosen_once(choices)
+        check_overrides(choices)
         for each in OverridesParser.create().parse_overrides(choices):
             if each.is_sweep_override():
                 raise ConfigError(f"{each.input_line} has several values: call this for each of them, in a loop.")
@@ -293,7 +283,7 @@ def _state(cfg: DictConfig) -> Any:
 
 def _checked(cfg: DictConfig, check: Callable[[DictConfig], DictConfig]) -> DictConfig:
     """Return a configuration as `check` does, all values resolved."""
-    with _explained(), _hydra(_state(cfg)):
+    with _explained(), replaced(HydraConfig.instance(), "cfg", _state(cfg)):
         return check(cfg)
 
 
@@ -319,11 +309,6 @@ def settings_kept() -> Iterator[None]:
         torch.backends.cudnn.benchmark = benchmark
         if not collects:
             gc.disable()
-
-
-def _hydra(state: Any) -> AbstractContextManager[None]:
-    """Set Hydra's global configuration to `state` within the block."""
-    return replaced(HydraConfig.instance(), "cfg", state)
 
 
 @contextmanager

@@ -1,41 +1,43 @@
-"""The files of other trainers laid out flat: their keys, those of their datasets, and what their trainers take besides.
+"""Other trainers' files laid out flat, with the files that they name, and their datasets as sources of ours.
 
-A file is completed by those that it names.
+Datasets become one source, or a mixture in which each comes as often as there.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cascade_train.config.recipes.datasets import names, numbered_folders
 from cascade_train.config.recipes.reading import flat, parsed, read_flags, read_linked, scalar
-from cascade_train.config.recipes.recipe import Kind
-from cascade_train.config.recipes.table import OFF, SYSTEMS, Values, fits, load_table, pairs, row_of
+from cascade_train.config.recipes.recipe import ADDED, Kind, Recipe
+from cascade_train.config.recipes.table import OFF, SYSTEMS, Values, apply, fits, load_table, pairs, row_of
 
 TEXTS = ("run.name", "run.dir", "tracker.", "model.weights", "model.vae.weights", ".path", "sample.prompts",
          "sample.negative_prompt", ".captions.tags.separator", "data.urls", "data.path", "task.weights")  # fmt: skip
 """Where texts stay texts, though they spell a number."""
 
+SOURCE, REPEATS, WEIGHT, PREFIX, SUFFIX = ".data", ".repeats", ".loss_weight", ".prefix", ".suffix"
+"""What an entry of a table's `data` may set beside keys of a source: its option, how often it comes in an epoch, the
+weight of its loss, and what stands before and behind its captions."""
+
+Dataset = tuple[str, dict[str, Any]]
+"""A name, and the trainer's keys of a dataset."""
+Part = dict[str, tuple[Any, tuple[str, ...]]]
+"""A source: our key, which begins with a dot -> its value, and the trainer's keys that it comes from."""
+
 
 @dataclass(kw_only=True)
 class Given:
-    """A trainer's configuration.
+    """A trainer's configuration."""
 
-    Attributes:
-        keys: its own, dotted, with those that it has by default.
-        datasets: name -> keys of a dataset; empty where the configuration itself describes one.
-        implied: keys that the file does not have.
-        ours: what its trainer does that none of its keys says, by our keys.
-        notes: what became of keys, files and datasets that are not taken over by the table.
-    """
-
-    keys: dict[str, Any]
-    datasets: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    implied: set[str] = field(default_factory=set)
-    ours: dict[str, Any] = field(default_factory=dict)
-    notes: dict[str, tuple[Kind, str]] = field(default_factory=dict)
+    keys: dict[str, Any]  # dotted, with defaults
+    datasets: list[Dataset] = field(default_factory=list)  # empty where the configuration itself describes one
+    implied: set[str] = field(default_factory=set)  # keys that the file does not have
+    ours: dict[str, Any] = field(default_factory=dict)  # defaults that no key of the trainer's names, by our keys
+    notes: dict[str, tuple[Kind, str]] = field(default_factory=dict)  # of keys, files and datasets beside the table
 
 
 def system_of(source: Any) -> str | None:
@@ -55,28 +57,24 @@ def lay_out(system: str, source: Any, path: Path, *, flags: Values, fills: bool)
     source = {table["datasets"]["from"]: source} if isinstance(source, list) else source
     if system == "kohya":  # whose sections mean nothing
         sections = {key: value for key, value in source.items() if isinstance(value, dict) and key != "general"}
-        source = {k: v for k, v in source.items() if k not in sections} | {
-            key: value for section in sections.values() for key, value in section.items()
-        }
-        flags = {**_typed(source.get("additional_parameters")), **flags}
+        source = {key: value for key, value in source.items() if key not in sections}
+        source |= {key: value for section in sections.values() for key, value in section.items()}
+        typed = source.get("additional_parameters")
+        flags = {**(read_flags(typed) if str(typed).strip().startswith("--") else {}), **flags}
     nested = {**{str(key).removeprefix("--"): value for key, value in source.items()}, **flags}
     _follow(nested, given, table, path)
-    for name in table.get("pairs", ()):
-        nested[name] = pairs(nested.get(name)) or None
-    renamed = {table.get("renamed", {}).get(key, key): value for key, value in flat(nested)}
-    bare = {name for name in table.get("pairs", ()) if renamed.get(name) is None}
-    given.keys = {key: _read(table, key, value) for key, value in renamed.items() if key not in bare}
+    paired = {name: pairs(nested.get(name)) or None for name in table.get("pairs", ())}
+    nested = {key: value for key, value in (nested | paired).items() if value is not None or key not in paired}
+    renamed = table.get("renamed", {})
+    given.keys = {key: _read(table, key, value) for key, value in ((renamed.get(k, k), v) for k, v in flat(nested))}
     (_kohya if system == "kohya" else _listed)(given, table)
     if fills:
-        known = {key for key in table.get("defaults", {}) if row_of(table["keys"] | table["data"], key) is not None}
-        silent = {key for key in known if given.keys.get(key) is None}
-        given.implied, given.keys = silent, given.keys | {key: table["defaults"][key] for key in silent}
-        given.ours = {key: value for key, value in table.get("defaults", {}).items() if key not in known}
+        defaults = table.get("defaults", {})
+        known = {key for key in defaults if row_of(table["keys"] | table["data"], key) is not None}
+        given.implied = {key for key in known if given.keys.get(key) is None}
+        given.keys |= {key: value for key, value in defaults.items() if key in given.implied}
+        given.ours = {key: value for key, value in defaults.items() if key not in known}
     return given
-
-
-def _typed(text: Any) -> dict[str, Any]:
-    return read_flags(text) if isinstance(text, str) and text.strip().startswith("--") else {}
 
 
 def _read(table: Values, key: str, value: Any) -> Any:
@@ -104,10 +102,9 @@ def _follow(nested: dict[str, Any], given: Given, table: Values, path: Path) -> 
 
 
 def _listed(given: Given, table: Values) -> None:
-    """Take the datasets of a list by their names, and say which are not trained on."""
+    """Take the datasets of a list by their names, and note which are not trained on."""
     spec = table.get("datasets")
     if spec is None:
-        given.datasets = [("pictures", {})] if table.get("mixture") else []
         return
     datasets = [dict(flat(each)) for each in given.keys.pop(spec["from"], None) or []]
     titles = names([next((str(each[key]) for key in spec["name"] if each.get(key)), "") for each in datasets])
@@ -132,9 +129,100 @@ def _kohya(given: Given, table: Values) -> None:
             subset["prior_loss_weight"] = keys.get("prior_loss_weight") or 1.0
     if any("prior_loss_weight" in subset for subset in subsets):
         keys.pop("prior_loss_weight", None)
-    given.datasets = list(zip(names([str(each.get("image_dir", "")) for each in subsets]), subsets, strict=True))
-    folder = keys.get("train_data_dir")
-    if not subsets and folder not in OFF and (found := numbered_folders(str(folder))):
-        del keys["train_data_dir"]
-        given.notes["train_data_dir"] = (Kind.UNNEEDED, "a source for each of its folders that is named as 10_cats")
-        given.datasets = list(zip(names([name for name, _ in found]), [each for _, each in found], strict=True))
+    stems = [str(each.get("image_dir", "")) for each in subsets]
+    folder = Path(str(keys.get("train_data_dir") or ""))
+    if not subsets and keys.get("train_data_dir") not in OFF and folder.is_dir():
+        inner = [(each, re.fullmatch(r"(\d+)_(.*)", each.name)) for each in sorted(folder.iterdir()) if each.is_dir()]
+        subsets = [
+            {"image_dir": str(each), "num_repeats": int(match[1]), "class_tokens": match[2]}
+            for each, match in inner
+            if match is not None
+        ]
+        stems = [each["class_tokens"] for each in subsets]
+        if subsets:
+            del keys["train_data_dir"]
+            given.notes["train_data_dir"] = (Kind.UNNEEDED, "a source for each of its folders that is named as 10_cats")
+    given.datasets = list(zip(names(stems), subsets, strict=True))
+
+
+def names(texts: Sequence[str]) -> list[str]:
+    """Return names for sources, as keys can be, from names, ids or folders; all different."""
+    found: list[str] = []
+    for number, text in enumerate(texts):
+        stem = re.sub(r"[^a-z0-9]+", "_", re.split(r"[\\/]", text.rstrip("\\/"))[-1].lower()).lstrip("0123456789_")
+        name = stem.rstrip("_") or f"source_{number}"
+        found.append(name if name not in found else f"{name}_{number}")
+    return found
+
+
+def take_datasets(recipe: Recipe, inherited: Values, datasets: Sequence[Dataset], table: Values, source: Path) -> None:
+    """Make the data of a recipe: each dataset with what it inherits where it says nothing else."""
+    several = len(datasets) > 1
+    parts = {name: _part(recipe, name if several else "", inherited, own, table, source) for name, own in datasets}
+    numbers = {
+        key: {name: part[key] for name, part in parts.items() if part.get(key, (1, ""))[0] != 1}
+        for key in (REPEATS, WEIGHT)
+    }
+    if several or any(numbers.values()):
+        recipe.groups["data"] = "mixture"
+    for name, part in parts.items():
+        is_alone = recipe.groups.get("data") != "mixture"
+        group, place = ("data", "data") if is_alone else (f"{ADDED}data@data.sources.{name}", f"data.sources.{name}")
+        recipe.groups.setdefault(group, "folder")
+        for key, (value, told) in part.items():
+            if key not in numbers:
+                ours = group if key == SOURCE else f"{place}{key}"
+                recipe.put({*recipe.origins.get(ours, ()), *told}, {ours: value})
+            elif value == 1:
+                recipe.note(told[0], "1 is what happens here", Kind.SAME)
+    for key, ours in ((REPEATS, "data.repeats"), (WEIGHT, "data.loss_weights")):
+        if numbers[key]:
+            values = {name: value for name, (value, _) in numbers[key].items()}
+            recipe.put([told[0] for _, told in numbers[key].values()], {ours: values})
+
+
+def _part(recipe: Recipe, name: str, inherited: Values, own: Values, table: Values, source: Path) -> Part:
+    """Translate a dataset into a source; settings that no source has go into the recipe."""
+    part: Part = {}
+    given = {**inherited, **own}
+    for key in given:
+        told = f"{name}: {key}" if name and key in own else key
+        row = row_of(table["data"], key)
+        if row is None:
+            recipe.note(told, f"it is not in the table of {table['title']}", Kind.UNKNOWN)
+            continue
+        trial = Recipe(groups={"model": recipe.groups["model"]})
+        apply(trial, key, table["data"][row], given, source, told=told)
+        assigned = trial.taken().get(told, {})
+        shared = {ours: value for ours, value in assigned.items() if not ours.startswith(".")}
+        every = recipe.groups | recipe.values
+        differing = [f"{ours}={every[ours]}" for ours, value in shared.items() if every.get(ours, value) != value]
+        if differing and name:
+            why = f"{', '.join(differing)} of another dataset goes for all: it has one value here"
+            recipe.note(told, why, Kind.MISSING)
+            continue
+        for ours, value in shared.items():
+            recipe.put({*recipe.origins.get(ours, ()), told}, {ours: value})
+        if not shared:
+            recipe.fates |= trial.fates
+        for ours in assigned.keys() - shared.keys():
+            for other in part.pop(ours, (None, ()))[1]:
+                recipe.note(other, f"{told} goes before it", Kind.UNNEEDED)
+            part[ours] = (assigned[ours], (told,))
+    _tidy(recipe, part)
+    return part
+
+
+def _tidy(recipe: Recipe, part: Part) -> None:
+    """Leave out tags that nothing moves or drops, and make a template of prefix and suffix."""
+    tags = {key: told for key, (_, told) in part.items() if key.startswith(".captions.tags.")}
+    if not any(part.get(f".captions.tags.{key}", (False, ""))[0] for key in ("shuffle", "drop_prob")):
+        for key, told in tags.items():
+            del part[key]
+            recipe.note(told[0], "no tags are shuffled or dropped", Kind.SAME)
+    elif ".captions.tags.separator" not in part:
+        part[".captions.tags.separator"] = (",", next(iter(tags.values())))
+    texts: list[tuple[Any, tuple[str, ...]]] = [part.pop(key, ("", ())) for key in (PREFIX, SUFFIX)]
+    before, behind = (str(text).replace("{", "{{").replace("}", "}}") for text, _ in texts)
+    if told := (*texts[0][1], *texts[1][1]):
+        part.setdefault(".captions.template", (f"{before} {{caption}} {behind}".strip(), told))

@@ -1,38 +1,33 @@
-"""What the keys of Stable Cascade's own training files (configs/training/*.yaml) mean here, beyond official.yaml.
+"""Stable Cascade's own training files (configs/training/*.yaml): what official.yaml leaves to code.
 
-The expression in `captions_getter` is parsed, never run: what is understood is a key, texts put together, and a draw
-between two.
+The expression in `captions_getter` is parsed, never run. Supported: a key, texts joined, and a draw between two.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cascade_train.config.recipes.recipe import Kind, Recipe
-from cascade_train.config.recipes.table import whole
+from cascade_train.config.recipes.table import Values, whole
 
-PARAMS = "controlnet_filter_params."
 FILTER_FILES = {
     "InpaintFilter": "its saliency network is task.filter.weights=saliency_model.pt; null draws holes at random",
     "IdentityFilter": "its networks are task.filter.detector=det_10g.onnx and task.filter.recogniser=w600k_r50.onnx",
     "PidiFilter": "its network is task.filter.weights=table5_pidinet.pth",
 }
-"""What filters of the original find in a folder of its own, and where they are named here."""
+"""Files of the original's filters, and the keys that name them here."""
 
 
-def finish_official(recipe: Recipe, given: Mapping[str, Any], fills: bool) -> None:
+def finish_official(recipe: Recipe, given: Values, fills: bool) -> None:
     """Take what ties several keys together, and what the original does by itself where `fills`."""
     is_stage_b = recipe.groups["model"].startswith("b_")
     if given.get("adaptive_loss_weight") and given.get("edm_objective"):
         recipe.put("edm_objective", {"objective.target._target_": "cascade_train.diffusion.target.VTarget"})
-    captions = caption_keys(given.get("captions_getter") or ("txt", "identity"))
-    if captions:
-        recipe.put("captions_getter", captions)
-    elif "captions_getter" in given:
-        _note_captions(recipe, given["captions_getter"], captions)
+    if "captions_getter" in given:
+        _captions(recipe, given)
     if given.get("ema_beta"):
         start = int(given.get("ema_start_iters") or 0) // whole(given, "grad_accum_steps") + 1
         recipe.put("ema_start_iters", {"ema.start_step": start})
@@ -40,27 +35,28 @@ def finish_official(recipe: Recipe, given: Mapping[str, Any], fills: bool) -> No
     _urls(recipe, given.get("webdataset_path") or [])
     steps = {"sample.steps": 10, "sample.guidance_scale": 1.5} if is_stage_b else {"sample.guidance_scale": 5.0}
     recipe.values |= steps
-    switches = original_behaviour(given, task=recipe.groups["task"], is_stage_b=is_stage_b)
-    recipe.values |= switches if fills else {}
-    recipe.remarks.append(describe("original" if fills else "ours", switches))
+    _behaviour(recipe, given, is_stage_b=is_stage_b, fills=fills)
 
 
-def _note_captions(recipe: Recipe, getter: Any, found: Mapping[str, Any] | None) -> None:
-    if found is not None:
+def _captions(recipe: Recipe, given: Values) -> None:
+    getter = given.get("captions_getter")
+    keys = caption_keys(getter or ("txt", "identity"))
+    if keys:
+        recipe.put("captions_getter", keys)
+    elif keys is not None:
         recipe.note("captions_getter", "captions are read from .txt, as here", Kind.SAME)
-        return
-    why = (
-        f"{getter} is not taken over, and captions are read from .txt: data.captions.key names a key of the json, or "
-        "several with weights, and data.captions.template puts texts together"
-    )
-    recipe.note("captions_getter", why)
+    else:
+        why = "data.captions.key names a key of the json, or several with weights, and data.captions.template puts"
+        why = f"{getter} is not taken over, and captions are read from .txt: {why} texts together"
+        recipe.note("captions_getter", why)
 
 
-def _control(recipe: Recipe, given: Mapping[str, Any]) -> None:
+def _control(recipe: Recipe, given: Values) -> None:
     name = given.get("controlnet_filter")
     for key, value in given.items():
-        if key.startswith(PARAMS):
-            recipe.put(key, {f"task.filter.{key.removeprefix(PARAMS).replace('thresold', 'threshold')}": value})
+        node, _, argument = key.partition(".")
+        if node == "controlnet_filter_params":
+            recipe.put(key, {f"task.filter.{argument.replace('thresold', 'threshold')}": value})
     if name in FILTER_FILES:
         recipe.note(f"controlnet_filter {name}", FILTER_FILES[name])
     elif name is not None and "controlnet_filter" not in recipe.taken():
@@ -83,44 +79,36 @@ def _urls(recipe: Recipe, urls: Any) -> None:
 
 BEHAVIOURS = ("original", "ours")
 ADAPTERS = {"task.init": "original", "task.alpha": 1.0, "task.joint_qkv": True}
-"""Belong together: the learning rates of the original's recipes are made for these first values at this scale."""
+"""The learning rates of the original's recipes are made for these first values at this scale."""
 
 
-def original_behaviour(given: Mapping[str, Any], *, task: str, is_stage_b: bool) -> dict[str, Any]:
-    """Return the keys that make this library do as the original, of those that a task reads."""
-    several_shapes = "multi_aspect_ratio" in given
-    values: dict[str, Any] = {
-        "data.replacement": True,
-        "data.crop": "random" if several_shapes else "saliency",
-        "optimizer.decay": "all",
-        "lr_scheduler.from_zero": True,
-    }
+def _behaviour(recipe: Recipe, given: Values, *, is_stage_b: bool, fills: bool) -> None:
+    """Set the keys that make this library do as the original, of those that the task reads, or say what they are."""
+    buckets = {"data.buckets.distance": "linear", "data.buckets.random_share": 0.05}
+    several = buckets if "multi_aspect_ratio" in given else {}
+    values: dict[str, Any] = {"data.replacement": True, "data.crop": "random" if several else "saliency"}
+    values |= {"optimizer.decay": "all", "lr_scheduler.from_zero": True}
     values |= {"objective.noise.square_grids": True} if is_stage_b else {"model.image_encoder.antialias": False}
-    if several_shapes:
-        values |= {"data.buckets.distance": "linear", "data.buckets.random_share": 0.05}
+    values |= several
     if given.get("adaptive_loss_weight"):
         values |= {"objective.loss_weight.update": "micro_batch", "objective.loss_weight.duplicates": "last"}
-    return values | (ADAPTERS if task == "lora" else {})
-
-
-def describe(behaviour: str, values: Mapping[str, Any]) -> str:
-    """Return a sentence on the chosen behaviour, and the values that the original's sets."""
+    values |= ADAPTERS if recipe.groups["task"] == "lora" else {}
     keys = ", ".join(f"{key}={str(value).lower()}" for key, value in values.items())
-    if behaviour == "original":
-        return (
+    remark = f"behaviour=ours: left to this library, docs/differences.md says why. behaviour=original sets {keys}."
+    if fills:
+        recipe.values |= values
+        remark = (
             f"behaviour=original: set as the original trainer does, where this library does otherwise: {keys}. What has"
             " no key is in docs/differences.md. behaviour=ours leaves these to this library."
         )
-    return f"behaviour=ours: left to this library, docs/differences.md says why. behaviour=original sets {keys}."
+    recipe.remarks.append(remark)
 
 
 WHOLE = "txt"
 """The name, among keys, of the caption beside a picture."""
-
-_DRAWS = {"random.random", "np.random.rand", "np.random.random", "numpy.random.rand"}
-_SAME_TEXT = {"identity", "str", "json.loads"}
-_NAME = re.compile(r"[^\W\d][\w-]*([.][^\W\d][\w-]*)*")
-
+DRAWS = {"random.random", "np.random.rand", "np.random.random", "numpy.random.rand"}
+SAME_TEXT = {"identity", "str", "json.loads"}
+NAME = re.compile(r"[^\W\d][\w-]*([.][^\W\d][\w-]*)*")
 Piece = tuple[str, bool]
 """A text, and whether it is a key's name rather than the text itself."""
 
@@ -139,62 +127,62 @@ def caption_keys(getter: Sequence[Any]) -> dict[str, Any] | None:
         tree = ast.parse(expression, mode="eval").body
         if part not in ("txt", "json") or not isinstance(tree, ast.Lambda) or len(tree.args.args) != 1:
             return None
-        return _keys(_options(tree.body, _Reader(tree.args.args[0].arg, part)))
+        return _keys(_options(tree.body, tree.args.args[0].arg, part))
     except (SyntaxError, ValueError, RecursionError):
         return None
 
 
-class _Reader:
-    """Reads expressions of one argument, which is the caption's text, or the mapping of a sample's json."""
+def _options(node: ast.expr, argument: str, part: str) -> list[tuple[float, list[Piece]]]:
+    """Return what an expression gives, each with its probability; `a if np.random.rand() < 0.1 else b` gives two.
 
-    def __init__(self, argument: str, part: str) -> None:
-        self._argument, self._part = argument, part
-
-    def pieces(self, node: ast.expr) -> list[Piece]:
-        """Return an expression of text as pieces; a ValueError for any other."""
-        match node:
-            case ast.Constant(value=str(text)):
-                return [(text, False)]
-            case ast.BinOp(op=ast.Add()):
-                return [*self.pieces(node.left), *self.pieces(node.right)]
-            case ast.JoinedStr():
-                return [piece for value in node.values for piece in self.pieces(value)]
-            case ast.FormattedValue(conversion=-1, format_spec=None):
-                return self.pieces(node.value)
-        path = self._path(node)
-        if bool(path) != (self._part == "json"):
-            raise ValueError("a mapping is no text, and a text has no keys")
-        return [(".".join(path) or WHOLE, True)]
-
-    def _path(self, node: ast.expr) -> list[str]:
-        """Return the keys that lead from the argument to a value."""
-        match node:
-            case ast.Name(id=name) if name == self._argument:
-                return []
-            case ast.Subscript(slice=ast.Constant(value=str(key))):
-                return [*self._path(node.value), key]
-            case ast.Call(func=ast.Attribute(attr="get"), args=[ast.Constant(value=str(key))], keywords=[]):
-                return [*self._path(node.func.value), key]  # type: ignore[attr-defined]
-            case ast.Call(args=[inner], keywords=[]) if ast.unparse(node.func) in _SAME_TEXT:
-                return self._path(inner)
-        raise ValueError(ast.unparse(node))
-
-
-def _options(node: ast.expr, reader: _Reader) -> list[tuple[float, list[Piece]]]:
-    """Return what an expression gives, each with its probability; `a if np.random.rand() < 0.1 else b` gives two."""
+    `argument` is the caption's text, or, for the part json, the mapping of a sample's json.
+    """
     if not isinstance(node, ast.IfExp):
-        return [(1.0, reader.pieces(node))]
+        return [(1.0, _pieces(node, argument, part))]
     match node.test:
-        case ast.Compare(left=ast.Call() as draw, ops=[ast.Lt() | ast.LtE()], comparators=[ast.Constant(value=share)]):
-            if ast.unparse(draw.func) not in _DRAWS or draw.args or not 0.0 < float(share) < 1.0:  # type: ignore[arg-type]
-                raise ValueError(ast.unparse(node.test))
-            first, second = _options(node.body, reader), _options(node.orelse, reader)
-            weight = float(share)  # type: ignore[arg-type]
-            return [(w * weight, p) for w, p in first] + [(w * (1.0 - weight), p) for w, p in second]
+        case ast.Compare(
+            left=ast.Call(args=[]) as draw,
+            ops=[ast.Lt() | ast.LtE()],
+            comparators=[ast.Constant(value=int() | float() as share)],
+        ) if ast.unparse(draw.func) in DRAWS and 0.0 < share < 1.0:
+            first, second = (_options(each, argument, part) for each in (node.body, node.orelse))
+            return [(w * share, p) for w, p in first] + [(w * (1.0 - share), p) for w, p in second]
     raise ValueError(ast.unparse(node.test))
 
 
+def _pieces(node: ast.expr, argument: str, part: str) -> list[Piece]:
+    """Return an expression of text as pieces; a ValueError for any other."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return [(text, False)]
+        case ast.BinOp(op=ast.Add()):
+            return [*_pieces(node.left, argument, part), *_pieces(node.right, argument, part)]
+        case ast.JoinedStr():
+            return [piece for value in node.values for piece in _pieces(value, argument, part)]
+        case ast.FormattedValue(conversion=-1, format_spec=None):
+            return _pieces(node.value, argument, part)
+    path = _path(node, argument)
+    if bool(path) != (part == "json"):
+        raise ValueError("a mapping is no text, and a text has no keys")
+    return [(".".join(path) or WHOLE, True)]
+
+
+def _path(node: ast.expr, argument: str) -> list[str]:
+    """Return the keys that lead from the argument to a value."""
+    match node:
+        case ast.Name(id=name) if name == argument:
+            return []
+        case ast.Subscript(value=inner, slice=ast.Constant(value=str(key))):
+            return [*_path(inner, argument), key]
+        case ast.Call(func=ast.Attribute(value=inner, attr="get"), args=[ast.Constant(value=str(key))], keywords=[]):
+            return [*_path(inner, argument), key]
+        case ast.Call(args=[inner], keywords=[]) if ast.unparse(node.func) in SAME_TEXT:
+            return _path(inner, argument)
+    raise ValueError(ast.unparse(node))
+
+
 def _keys(options: list[tuple[float, list[Piece]]]) -> dict[str, Any] | None:
+    """Return the keys of weighted options; None = they cannot be expressed."""
     if len(options) == 1:
         return _template(options[0][1])
     if any(len(pieces) != 1 or not pieces[0][1] for _, pieces in options):
@@ -206,16 +194,14 @@ def _keys(options: list[tuple[float, list[Piece]]]) -> dict[str, Any] | None:
 
 
 def _template(pieces: list[Piece]) -> dict[str, Any] | None:
-    """Return one text's keys: of the values in it one is the caption, which the template calls so."""
+    """Return the keys of one text, whose values include one that the template calls caption."""
     names = [text for text, is_key in pieces if is_key]
-    if not names:
+    if not names or (len(pieces) > 1 and not all(map(NAME.fullmatch, names))):
         return None
     key = "caption" if "caption" in names else names[0]
     chosen = {} if key == WHOLE else {"data.captions.key": key}
     if len(pieces) == 1:
         return chosen
-    if not all(_NAME.fullmatch(name) for name in names):
-        return None
     places = [
         ("{caption}" if text == key else f"{{{text}}}") if is_key else text.replace("{", "{{").replace("}", "}}")
         for text, is_key in pieces

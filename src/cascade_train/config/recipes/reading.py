@@ -25,27 +25,22 @@ from cascade_train.files.untrusted import MAX_DEPTH, check_yaml, read_json, read
 MAX_BYTES = 1_000_000
 REFERENCE = re.compile(r"\$\{([\w.-]+)\}")
 MAX_REFERENCES, LONGEST = 20, 10_000
-"""How many interpolations are followed, one behind the other or within one text, and how long what they make may be."""
+"""Interpolations that are followed, one behind the other or within one text, and characters of the text they make."""
 ENVIRONMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\+?=(.*)")
 """A line of a file that a shell reads."""
 WORDS = {"true": True, "false": False, "none": None, "null": None, "": None}
-NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)?(\.\d*)?(e[+-]?\d+)?")
+NUMBER = re.compile(r"[+-]?(?=\.?\d)(0|[1-9]\d*)?(\.\d*)?(e[+-]?\d+)?")
 
 
 def read_source(path: Path) -> Any:
-    """Return the nested values of a file, by its ending; interpolations of YAML are resolved where they can be.
-
-    Raises:
-        ConfigError: it is not there, too large, not of its form, or holds no keys and values.
-    """
+    """Return the nested values of a file, by its ending; a ConfigError where there are none."""
     return parsed(read_regular(path, limit=MAX_BYTES), path)
 
 
 def read_linked(name: str, source: Path) -> tuple[Path, bytes]:
-    """Return a file that a configuration names, from its folder or from one above it, and what it holds.
+    """Return a small regular file inside the folder of the configuration that names it, and its content.
 
-    Raises:
-        ValueError: it is no small regular file inside the folder of the configuration, or a link leads to it.
+    Names may begin at that folder or at one above it; a ValueError for any other file, and for links.
     """
     folder = source.absolute().parent
     for base in (folder, *folder.parents[:3]):
@@ -56,11 +51,7 @@ def read_linked(name: str, source: Path) -> tuple[Path, bytes]:
 
 
 def parsed(content: bytes, path: Path) -> Any:
-    """Return the values of a text, by the ending of its file.
-
-    Raises:
-        ConfigError: it is not of its form, or holds no keys and values.
-    """
+    """Return the values of a text, by the ending of its file; a ConfigError where they are none."""
     form, reader = READERS.get(path.suffix, ("YAML", _read_yaml))
     try:
         source = reader(content.decode("utf-8-sig"))
@@ -118,11 +109,7 @@ def read_environment(text: str) -> dict[str, Any]:
 
 
 def read_flags(text: str) -> dict[str, Any]:
-    """Return flags as they are typed behind a script, `--key value`, `--key=value` or `--key` alone.
-
-    Raises:
-        ConfigError: quotes that do not close, or a value before the first flag.
-    """
+    """Return flags as they are typed behind a script, `--key value`, `--key=value` or `--key` alone."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -141,12 +128,12 @@ def read_flags(text: str) -> dict[str, Any]:
 
 def scalar(value: Any) -> Any:
     """Return the number, the truth or the nothing that a text spells; other values as they are."""
-    word = value.strip().lower() if isinstance(value, str) else value
-    if not isinstance(word, str) or word in WORDS:
-        return WORDS.get(word, value) if isinstance(word, str) else value
-    if NUMBER.fullmatch(word) and any(each.isdigit() for each in word):
+    if not isinstance(value, str):
+        return value
+    word = value.strip().lower()
+    if NUMBER.fullmatch(word):
         return float(word) if set(word) & set(".e") else int(word)
-    return value
+    return WORDS.get(word, value)
 
 
 def flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -170,4 +157,4 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     ".toml": ("TOML", _read_toml),
     ".env": ("lines of KEY=value", read_environment),
 }
-"""Ending -> what it stands for, and what parses it; everything else is read as YAML, of which JSON is a part."""
+"""Ending -> the form's name and its parser; everything else is read as YAML, of which JSON is a part."""

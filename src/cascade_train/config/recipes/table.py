@@ -19,6 +19,8 @@ same key of ours, the later goes before the earlier.
 
 A key of ours that begins with a dot belongs to the source that a dataset becomes. `choices` say by which keys a file
 chooses a model and a task, `defaults` what its trainer takes where a file says nothing, by its keys or by ours.
+`towers`: the keys by which text towers train (`frozen`: do not train), those of their rates, and of the default rate
+(`own`), and the layers that get adapters.
 """
 
 from __future__ import annotations
@@ -38,8 +40,7 @@ from cascade_train.config.recipes.recipe import Kind, Recipe
 from cascade_train.errors import ConfigError
 
 SYSTEMS = ("official", "open_diffusion", "everydream1", "mindone", "onetrainer", "simpletuner", "everydream", "kohya")
-"""The trainers whose files are read, by their tables; in the order in which a file is looked at."""
-
+"""The trainers' tables, in the order in which a file is recognised."""
 OFF: tuple[Any, ...] = (None, "", False, 0, 0.0, "none", "None", [], {})
 """Values by which other trainers switch a thing off."""
 
@@ -55,13 +56,13 @@ def load_table(trainer: str) -> dict[str, Any]:
     """Return what the keys of a trainer mean, from its YAML beside this file."""
     table: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(f"{trainer}.yaml").read_text(encoding="utf-8"))
     for section in ("keys", "data"):
-        rows = table.setdefault(section, {})
+        rows = table.get(section, {})
         table[section] = {key: row for keys, row in rows.items() for key in re.split(r",\s+", keys)}
     return table
 
 
 def take(recipe: Recipe, given: Values, table: Values, source: Path) -> None:
-    """Apply a table to every key of a trainer's configuration, and say what became of it."""
+    """Apply a table to every key of a trainer's configuration, and note what became of it."""
     order = {key: number for number, key in enumerate(table["keys"])}
     found = {key: row_of(table["keys"], key) for key in given}
     for key in sorted(found, key=lambda key: (key not in recipe.implied, order.get(found[key] or "", 0))):
@@ -94,15 +95,17 @@ def chosen(given: Values, options: Mapping[str, Sequence[Values]]) -> list[str]:
 
 
 def apply(recipe: Recipe, key: str, row: Any, given: Values, source: Path, *, told: str = "") -> None:
-    """Apply a row to the value of a key, and say what became of it, by the name `told`."""
+    """Apply a row to the value of a key, and note what became of it, by the name `told`."""
     row, value, told = _fitting(row, recipe), given[key], told or key
-    kind, why = next(((Kind[each.upper()], row[each]) for each in ("unneeded", "missing", "yours") if each in row), _NO)
+    kind = next((each for each in (Kind.UNNEEDED, Kind.MISSING, Kind.YOURS) if each.name.lower() in row), Kind.MISSING)
+    why = row.get(kind.name.lower(), "")
+    same = row.get("same", [])
     if value is None:
         recipe.note(told, "it is not set", Kind.SAME)
     elif not fits(given, row.get("when", {})):
         needed = f"it belongs to {', '.join(row['when'])}, which is off or otherwise"
         recipe.note(told, why or needed, kind if kind is Kind.YOURS else Kind.SAME)
-    elif _is(value, row.get("same")):
+    elif word(value) in map(word, same if isinstance(same, list) else [same]):
         recipe.note(told, f"{value} is what happens here", Kind.SAME)
     elif row.keys() & {"to", "values", "also", "left"}:
         try:
@@ -122,9 +125,6 @@ def apply(recipe: Recipe, key: str, row: Any, given: Values, source: Path, *, to
         recipe.note(told, why, kind)
 
 
-_NO = (Kind.MISSING, "")
-
-
 def _fitting(row: Any, recipe: Recipe) -> dict[str, Any]:
     """Return a row as a mapping, of those for other models the one for this."""
     row = {"to": row} if isinstance(row, str) else row
@@ -136,38 +136,34 @@ def _fitting(row: Any, recipe: Recipe) -> dict[str, Any]:
 
 
 def meant(key: str, row: Values, given: Values, source: Path) -> dict[str, Any] | None:
-    """Return what a value comes to, by our keys; None where it has no equivalent.
+    """Return the values of ours that a value means, by key; None where it has no equivalent.
 
-    Raises:
-        LeftError: it is left to the user.
-        ConfigError: it is of another type than its trainer reads.
+    Raises a LeftError for a value that is left to the user, and a ConfigError for one of another type.
     """
     value = given[key]
     try:
         value = CONVERSIONS[row["as"]](value, source) if "as" in row else value
-        value = value / whole(given, row["per"]) if "per" in row and value is not None else value
-        value = max(1, int(value)) if "per" in row and value is not None else value
+        value = max(1, int(value / whole(given, row["per"]))) if "per" in row and value is not None else value
         value = float(value) / float(given[row["over"]]) if "over" in row else value
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ConfigError(f"{key}={value!r} is of another type than its trainer reads: {error}.") from error
     if "below" in row and given.get(row["below"]) not in OFF:
         value = f"{str(value).rstrip('/')}/{given[row['below']]}"
-    reasons = {word(theirs): why for theirs, why in row.get("left", {}).items()}
+    reasons, options = ({word(each): row[name][each] for each in row.get(name, {})} for name in ("left", "values"))
     if word(value) in reasons:
         raise LeftError(reasons[word(value)])
     if "values" in row:
-        known = {word(theirs): ours for theirs, ours in row["values"].items()}
-        if word(value) not in known:
+        if word(value) not in options:
             return None
-        value = known[word(value)]
+        value = options[word(value)]
         if value is None or isinstance(value, dict):
             return dict(value or {})
-    names, more = row.get("to", []), dict(row.get("also", {}))
-    return more | dict.fromkeys([names] if isinstance(names, str) else names, value)
+    names = row.get("to", [])
+    return {**row.get("also", {}), **dict.fromkeys([names] if isinstance(names, str) else names, value)}
 
 
 def whole(given: Values, key: str) -> int:
-    """Return a value that counts; a ConfigError that names it where it does not."""
+    """Return a whole number, 1 where none is given; a ConfigError names any other value."""
     value = given.get(key)
     value = 1 if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
@@ -180,10 +176,6 @@ def word(value: Any) -> str:
     return str(value).strip().lower()
 
 
-def _is(value: Any, same: Any) -> bool:
-    return same is not None and word(value) in {word(each) for each in (same if isinstance(same, list) else [same])}
-
-
 def side(value: Any) -> int:
     """Return the side in pixels of a square as large as 768, "1024x1024", [512, 512] or, rounded to 32, "512,768"."""
     sides = [int(part) for part in re.split(r"[,x]", str(value).strip("[] "))]
@@ -192,7 +184,7 @@ def side(value: Any) -> int:
     return sides[0] if sides[0] == sides[-1] else 32 * max(1, round(math.sqrt(sides[0] * sides[1]) / 32))
 
 
-def shapes(value: Any) -> Any:
+def _shapes(value: Any, _: Path) -> Any:
     """Return sizes [height, width] as width over height; true as all shapes that have a name, false as none."""
     if isinstance(value, list):
         return [f"{int(width)}/{int(height)}" for height, width in value]
@@ -252,10 +244,9 @@ def _prompt(samples: Any, _: Path) -> list[str]:
 
 CONVERSIONS: dict[str, Callable[[Any, Path], Any]] = {
     "side": lambda value, _: side(value),
-    "shapes": lambda value, _: shapes(value),
+    "shapes": _shapes,
     "thousandth": lambda value, _: float(value) / 1000,
     "one_more": lambda value, _: value + 1,
-    "upscale": lambda value, _: 1.0 + float(value),
     "prompts": _prompts,
     "samples": _prompt,
     "crop": _crop,
@@ -269,11 +260,9 @@ CONVERSIONS: dict[str, Callable[[Any, Path], Any]] = {
     "parts": lambda value, _: [part.strip() for part in str(value).split(",") if part.strip()] or None,
     "template": lambda value, _: str(value).replace("{", "{{").replace("}", "}}"),
     "or_off": lambda value, _: value or None,
-    "with_space": lambda value, _: f"{value} ",
-    "space_with": lambda value, _: f" {value}",
     "at_least": lambda value, _: {"short_side": f">= {int(value)}"},
 }
-"""Conversions of values, by the name that a table gives; the second argument is the file that is read."""
+"""Conversions by their names in tables; the second argument is the file that is read."""
 
 
 def pairs(value: Any) -> dict[str, Any]:

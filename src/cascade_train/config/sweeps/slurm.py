@@ -1,6 +1,6 @@
 """SLURM: the rank of a process that srun started, and the jobs of a sweep: shown when submitted, waited for, requeued.
 
-Results of runs are not read here (sweep.py): a job that was killed or preempted leaves none. Nothing imports torch.
+Results of runs are read by sweep.py: a job that was killed or preempted leaves none. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 
-from cascade_train.config.sweeps.naming import folder_of_runs, sweep_name, swept_part
+from cascade_train.config.sweeps.runs import folder_of_runs, sweep_name, swept_part
 from cascade_train.errors import RunError
 from cascade_train.redaction import redact_argument
 
@@ -27,51 +27,37 @@ ON_SLURM = "hydra/launcher=slurm"
 
 SECONDS_OF_A_CALL = 60
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 30.0
-"""Seconds between two questions to SLURM: few at first, and a tenth of the time that was waited already."""
-
+"""Bounds of the seconds between two calls of squeue, which are a tenth of the time waited."""
 ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
 }  # fmt: skip
-"""States that a job does not leave; in all others SLURM holds it, and may start it again."""
+"""Final states; in all others SLURM may start the job again."""
 
 
 @dataclass
 class SlurmJob:
-    """A run of a sweep as SLURM knows it.
-
-    Attributes:
-        number: of the run in the sweep.
-        job: SLURM's number, such as 17_0.
-        overrides: of the run.
-        directory: the run's; None where only the run itself knows it.
-        log: its output.
-        state: as SLURM gave it last; empty before.
-    """
+    """A run of a sweep as SLURM knows it."""
 
     number: int
-    job: str
+    job: str  # SLURM's number, such as 17_0
     overrides: list[str]
-    directory: Path | None
+    directory: Path | None  # None where only the run itself knows it
     log: Path
-    state: str = ""
+    state: str = ""  # as SLURM gave it last
 
 
 _jobs: list[SlurmJob] = []
 
 
 def slurm_jobs() -> list[SlurmJob]:
-    """Return the jobs that this command has submitted; none where runs are no jobs."""
+    """Return the jobs that this command has submitted."""
     return _jobs
 
 
 @contextmanager
 def slurm_jobs_followed(argv: Sequence[str]) -> Iterator[None]:
-    """Show what submitit submits, and wait until SLURM has ended it, instead of for the files that jobs leave.
-
-    Raises:
-        RunError: a job was not submitted.
-    """
+    """Show submitit's jobs, and wait until SLURM has ended them; a RunError where one is not submitted."""
     _jobs.clear()
     if ON_SLURM not in argv:
         yield
@@ -92,7 +78,7 @@ def slurm_jobs_followed(argv: Sequence[str]) -> Iterator[None]:
 
 
 def _submitting(submit: Callable[..., Any], argv: Sequence[str]) -> Callable[..., Any]:
-    """Return submitit's function that submits Hydra's calls, which then notes and shows the jobs."""
+    """Return submitit's function that submits Hydra's calls; it records and shows the jobs, too."""
 
     def submitted(executor: Any, calls: Sequence[Any]) -> Any:
         wait_for_earlier(Path(executor.folder).parent)
@@ -106,7 +92,8 @@ def _submitting(submit: Callable[..., Any], argv: Sequence[str]) -> Callable[...
         )
         for job in new:
             where = job.directory or " ".join(map(redact_argument, job.overrides))
-            say(f"  {job.job}  {where}  log: {_relative(job.log)}")
+            log = job.log.relative_to(Path.cwd()) if job.log.is_relative_to(Path.cwd()) else job.log
+            say(f"  {job.job}  {where}  log: {log}")
         return jobs
 
     return submitted
@@ -121,11 +108,7 @@ def _slurm_job(job: Any, call: Any, argv: Sequence[str]) -> SlurmJob:
 
 
 def _wait() -> list[JobReturn]:
-    """Wait until SLURM holds none of the jobs, and return what Hydra expects; their results lie in files.
-
-    Raises:
-        KeyboardInterrupt: as it was, with what becomes of the jobs.
-    """
+    """Wait until SLURM holds none of the jobs, and return what Hydra expects; their results are in files."""
     states = {job.job: job.state for job in _jobs if job.state not in ENDED}
     try:
         wait_until_ended(states)
@@ -137,8 +120,8 @@ def _wait() -> list[JobReturn]:
     finally:
         for job in _jobs:
             job.state = states.get(job.job, job.state)
-    ended = JobReturn()
-    ended.status, ended.return_value = JobStatus.COMPLETED, 0
+    ended = JobReturn(status=JobStatus.COMPLETED)
+    ended.return_value = 0
     return [ended]
 
 
@@ -153,9 +136,9 @@ def wait_for_earlier(folder: Path) -> None:
 
 
 def wait_until_ended(states: dict[str, str]) -> None:
-    """Wait until SLURM holds none of some jobs, whose states are noted.
+    """Wait until SLURM holds none of some jobs, and record their states.
 
-    A job that SLURM does not know, twice in a row, has ended; where SLURM does not answer, nothing has.
+    A job that SLURM does not know, twice in a row, has ended; without an answer of SLURM, none has.
     """
     held, missed, begun = set(states), set[str](), time.monotonic()
     while held:
@@ -172,16 +155,16 @@ def wait_until_ended(states: dict[str, str]) -> None:
 
 
 def queue() -> dict[str, str] | None:
-    """Return the states of this user's jobs, by job, lately ended ones included; None where SLURM does not answer."""
+    """Return the states of this user's jobs, recently ended ones included; None where SLURM does not answer."""
     text = ask("squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i %T")
     return None if text is None else dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line.strip())
 
 
 def requeue() -> bool:
-    """Put the job of this process back into the queue and return whether that worked.
+    """Requeue the job of this process and return whether that worked.
 
-    A job that was cancelled is stopped by the same signal as one that was preempted, but is not RUNNING any more. Nor
-    is one that SLURM itself has requeued: the process that waits goes on waiting for that one.
+    A cancelled job gets the same signal as a preempted one, but is not RUNNING any more. Nor is one that SLURM itself
+    has requeued: the process that waits goes on waiting for it.
     """
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:  # a launcher of submitit's without a queue
@@ -193,7 +176,7 @@ def requeue() -> bool:
 
 
 def ask(*command: str) -> str | None:
-    """Return what a client of SLURM printed; None where it failed."""
+    """Return the output of a client of SLURM; None where it failed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_OF_A_CALL, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -207,37 +190,32 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
-def _relative(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
 FIRST_PORT, PORTS = 10000, 20000
-"""Where the ranks of a job meet: a port chosen by its number, below those that systems hand out."""
+"""MASTER_PORT follows from the job's number, below the ephemeral ports."""
 
 
 def adopt_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT from SLURM's variables.
 
-    Only in a step of several tasks that torchrun did not start: a batch script and an interactive shell have
-    SLURM_PROCID too, but no number of tasks of a step. MASTER_ADDR and MASTER_PORT stay where they are set.
+    Only in a step of several tasks without torchrun: a batch script and an interactive shell have SLURM_PROCID too, but
+    no number of tasks of a step. MASTER_ADDR and MASTER_PORT stay where they are set.
     """
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks == 1 or "RANK" in environment:
         return
-    node = int(environment["SLURM_NODEID"])
+    here = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]
     environment["RANK"] = environment["SLURM_PROCID"]
     environment["WORLD_SIZE"] = str(tasks)
     environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
-    environment["LOCAL_WORLD_SIZE"] = str(tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[node])
+    environment["LOCAL_WORLD_SIZE"] = str(here)
     environment.setdefault("MASTER_ADDR", first_host(environment["SLURM_STEP_NODELIST"]))
     environment.setdefault("MASTER_PORT", str(FIRST_PORT + int(environment["SLURM_JOB_ID"]) % PORTS))
 
 
 def one_thread_a_rank(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set OMP_NUM_THREADS to 1 where there are several ranks and it is not set, whatever has started them.
+    """Set OMP_NUM_THREADS to 1 for several ranks, as torchrun does, before torch or numpy is imported.
 
-    Sums on a CPU differ in bits by the number of threads, and torchrun sets it so for several ranks of a machine. To be
-    called before torch or numpy is imported.
+    Sums on a CPU differ in bits by the number of threads.
     """
     if int(environment.get("WORLD_SIZE", "1")) > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")

@@ -1,7 +1,4 @@
-"""Encoded picture -> upright uint8 RGB pixels, and the size of a picture from its header.
-
-Which part of the pixels is used, and at which size, is decided in framing.py.
-"""
+"""Encoded picture -> upright uint8 RGB pixels, and the size of a picture from its header. Cropping: framing.py."""
 
 from __future__ import annotations
 
@@ -134,7 +131,6 @@ def _pixels(stored: Image.Image, encoded: bytes, *, whole: bool) -> np.ndarray:
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Return a view rotated and mirrored by the EXIF orientation."""
     if orientation >= 5:
         pixels = pixels.transpose(1, 0, 2)
     down = -1 if orientation in (3, 4, 7, 8) else 1

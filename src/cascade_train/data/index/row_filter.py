@@ -86,7 +86,7 @@ class RowFilter:
             return ABSENT
         values = {name: metadata[key] for name, key in zip(self.arguments, self.keys, strict=True)}
         try:
-            return PASSED if _value(self.condition, values) else FAILED
+            return PASSED if _evaluate(self.condition, values) else FAILED
         except (TypeError, ArithmeticError, RecursionError):
             return FAILED
 
@@ -266,7 +266,7 @@ def _is_word(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, bool | None)
 
 
-def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
+def _evaluate(node: ast.expr, values: Mapping[str, Any]) -> Any:
     """Compute a checked tree."""
     match node:
         case ast.Name():
@@ -274,17 +274,17 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
         case ast.Constant():
             return node.value
         case ast.BinOp():
-            left, right = _number(_value(node.left, values)), _number(_value(node.right, values))
+            left, right = _number(_evaluate(node.left, values)), _number(_evaluate(node.right, values))
             return _OPERATORS[type(node.op)](left, right)
         case ast.UnaryOp():
-            value = _value(node.operand, values)
+            value = _evaluate(node.operand, values)
             return _OPERATORS[type(node.op)](value if isinstance(node.op, ast.Not) else _number(value))
         case ast.BoolOp():
-            return _decided(node, values)
+            return _evaluate_logic(node, values)
         case ast.Compare():
-            return _compared(node, values)
+            return _evaluate_comparison(node, values)
         case ast.List() | ast.Tuple():
-            return [_value(element, values) for element in node.elts]
+            return [_evaluate(element, values) for element in node.elts]
     raise AssertionError(f"{type(node).__name__} was checked before")
 
 
@@ -297,19 +297,19 @@ def _number(value: Any) -> int | float:
     return value
 
 
-def _decided(node: ast.BoolOp, values: Mapping[str, Any]) -> Any:
+def _evaluate_logic(node: ast.BoolOp, values: Mapping[str, Any]) -> Any:
     """Return the first operand that decides, as Python's and/or do, else the last."""
     for operand in node.values:
-        value = _value(operand, values)
+        value = _evaluate(operand, values)
         if bool(value) is isinstance(node.op, ast.Or):
             break
     return value
 
 
-def _compared(node: ast.Compare, values: Mapping[str, Any]) -> bool:
-    left = _value(node.left, values)
+def _evaluate_comparison(node: ast.Compare, values: Mapping[str, Any]) -> bool:
+    left = _evaluate(node.left, values)
     for op, comparator in zip(node.ops, node.comparators, strict=True):
-        right = _value(comparator, values)
+        right = _evaluate(comparator, values)
         if not _OPERATORS[type(op)](left, right):
             return False
         left = right

@@ -99,7 +99,7 @@ def repeat_counts(keys: Sequence[bytes], factor: float) -> np.ndarray:
     return counts
 
 
-def repeated_rows(counts: np.ndarray) -> np.ndarray:
+def repeat_rows(counts: np.ndarray) -> np.ndarray:
     """Return (sum,) int64 rows, all that come at all, then all that come twice, and so on."""
     passes = range(int(counts.max(initial=0)))
     return np.concatenate([np.zeros(0, dtype=np.int64), *(np.flatnonzero(counts > number) for number in passes)])
@@ -124,7 +124,7 @@ def text_checksum(value: Any) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 
 
-def combined(*parts_N: np.ndarray) -> np.ndarray:
+def combine(*parts_N: np.ndarray) -> np.ndarray:
     """Return (N,) uint64 that change where one of the checksums (N,) of a sample's parts does, 0 where one is 0."""
     total_N = np.zeros(len(parts_N[0]), dtype=np.uint64)
     for part_N in parts_N:

@@ -1,7 +1,6 @@
 """Which rows of an index take part at all, decided before anything is planned, so that all ranks agree.
 
-A selector judges rows by the index alone: by the size of their pictures, or by a list of unreadable samples that
-another run left (engine/faults/unreadable.py writes it). Nothing is decoded here.
+By the index alone: by the size of pictures, or by a list of unreadable samples (engine/faults/unreadable.py writes it).
 """
 
 from __future__ import annotations
@@ -49,11 +48,9 @@ RowSelector = Callable[[Index], Selection]
 
 def selected(index: Index, selectors: Iterable[RowSelector]) -> np.ndarray:
     """Return (N,) bool, which rows every selector keeps, at least one; log how many each leaves out."""
-    kept = np.ones(len(index), dtype=bool)
-    reports = []
+    kept, reports = np.ones(len(index), dtype=bool), list[str]()
     for selection in (selector(index) for selector in selectors):
-        dropped = int((~selection.kept).sum())
-        if dropped:
+        if dropped := int((~selection.kept).sum()):
             reports.append(f"{dropped} of {len(index)} samples {selection.reason}")
             _log.info("Left out: %s.", reports[-1])
         kept &= selection.kept
@@ -76,17 +73,16 @@ def parse_size_filters(given: object) -> tuple[RowFilter, ...]:
 def size_selection(filters: tuple[RowFilter, ...], index: Index) -> Selection:
     """Return which samples meet every filter (at least one), and log how many meet each; an unknown size meets none."""
     sizes_N2 = np.stack([index.table["width"], index.table["height"]], axis=1).astype(np.int64)
-    sizes_K2, bucket_N = np.unique(sizes_N2, axis=0, return_inverse=True)
-    bucket_N = bucket_N.ravel()
+    sizes_K2, size_N = np.unique(sizes_N2, axis=0, return_inverse=True)
     measured = [
         {name: measure(width, height) for name, measure in MEASURES.items()} if min(width, height) > 0 else {}
         for width, height in sizes_K2.tolist()
     ]
     kept = np.ones(len(index), dtype=bool)
     for each in filters:
-        passed = np.array([each.verdict(measures) == PASSED for measures in measured])[bucket_N]
-        found = f"{passed.sum()} of {len(index)} samples pass ({passed.mean():.1%})"
-        _log.info("%s %s: %s", SIZE_FILTERS, each.name, found)
+        passed = np.array([each.verdict(measures) == PASSED for measures in measured])[size_N.ravel()]
+        text = "%s %s: %d of %d samples pass (%.1f%%)"
+        _log.info(text, SIZE_FILTERS, each.name, passed.sum(), len(index), 100 * passed.mean())
         kept &= passed
     unknown = int((sizes_N2.min(axis=1) <= 0).sum())
     reason = f"do not meet {SIZE_FILTERS}" + (f" ({unknown} of them have no known size)" if unknown else "")
@@ -105,10 +101,10 @@ def read_quarantine(path: Path) -> set[str]:
             f"{QUARANTINE}={path} is no list of unreadable samples, nor a run that met one ({folder}/*.jsonl): null"
             " leaves nothing out"
         )
-    return {name for file in files for name in _quarantined(file)}
+    return {name for file in files for name in _read_names(file)}
 
 
-def _quarantined(file: Path) -> Iterator[str]:
+def _read_names(file: Path) -> Iterator[str]:
     with open_regular(file) as opened:
         for number, line in enumerate(bounded_lines(opened, f"{QUARANTINE}: {file}"), start=1):
             try:
@@ -131,7 +127,6 @@ def quarantine_selection(names: Collection[str], index: Index) -> Selection:
     found = {row: index.name(row) for row in candidates if index.name(row) in names}
     kept = np.ones(len(index), dtype=bool)
     kept[list(found)] = False
-    missing = len(names) - len(set(found.values()))
-    if missing:
+    if missing := len(names) - len(set(found.values())):
         _log.info("%s: %d of %d names are not in this data.", QUARANTINE, missing, len(names))
     return Selection(kept=kept, reason=f"are listed in {QUARANTINE}")

@@ -1,6 +1,6 @@
-"""Batches of one rank: what every feed shares, and the feed of an index, in the plan's order.
+"""Batches of one rank: the base of every feed, and the feed of an index, in the plan's order.
 
-The feed of streams lives in `stream_feed.py`, the order in `order/`; reading, decoding and processes in `worker.py`.
+See `stream_feed.py` for streams, `order/` for the order, `worker.py` for reading, decoding and processes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -24,30 +24,12 @@ from cascade_train.data.sample import FEW, by_reason, most_unreadable, too_many_
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError, RunError
 
-Gather = Callable[[Any], list[Any]]
 _log = logging.getLogger(__name__)
-
-
-def alone(value: Any) -> list[Any]:
-    """Gather the value of the only rank."""
-    return [value]
-
-
-class FeedOptions(TypedDict):
-    """What is asked of a feed beside its samples: fields of `FeedRequest`."""
-
-    seed: int
-    global_batch_size: int
-    micro_batch_size: int
-    rank: int
-    ranks: int
-    whole_epochs: NotRequired[bool]
-    gather: NotRequired[Gather]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FeedRequest:
-    """Which samples one rank's feed is over, and how they are batched."""
+    """The samples of one rank's feed, and how they are batched."""
 
     index: Index  # what `Source.open` returned
     rows: np.ndarray  # those of the index that take part, sorted
@@ -60,18 +42,21 @@ class FeedRequest:
     whole_epochs: bool = False
     """Every sample comes once an epoch in its own shape, whatever the source's leftover, replacement and random_share;
     what fills up a batch has weight 0. For validation and for showing."""
-    gather: Gather = alone  # collects a value of every rank, in rank order, for feeds whose ranks have different states
+    gather: Callable[[Any], list[Any]] | None = None
+    """Collects a value of every rank, in rank order, for streams; None = one rank."""
 
 
 class Feed(abc.ABC):
     """An endless iterator over optimizer steps, each a list of this rank's micro-batches of one shape.
 
-    Rank and worker only decide who reads what. The state is equal on all ranks, so that any number of ranks and workers
-    may continue it.
+    Rank and worker only decide who reads what; any number of them may continue a state.
     """
 
+    _order: Order
+    _results: Results[Any]
+
     def __init__(self, source: Source, request: FeedRequest, *, samples: int | None) -> None:
-        """Store; a subclass then sets `_results`. `samples` is how many take part, None = unknown.
+        """Store; a subclass then sets `_results`, and `_order` or its methods. `samples` take part, None = unknown.
 
         A ConfigError where the global batch does not divide over ranks and micro-batches.
         """
@@ -83,7 +68,6 @@ class Feed(abc.ABC):
                 f"train.global_batch_size={whole} is not a multiple of {request.ranks} ranks x train.micro_batch_size="
                 f"{request.micro_batch_size}: {' or '.join(fits)} would fit"
             )
-        self._results: Results[Any]
         self._source, self._request = source, request
         self.position = 0  # global batches handed out, never those prefetched
         self.micro_batches = request.global_batch_size // request.ranks // request.micro_batch_size  # of one step
@@ -91,25 +75,25 @@ class Feed(abc.ABC):
         self.skipped = self._skipped.each  # the unreadable samples that this rank met, each once
         self._excluded = set[str]()
 
-    @abc.abstractmethod
     def report(self) -> list[str]:
-        """Return what is worth knowing of the samples before training starts, a line each."""
+        """Return lines about the samples, logged before training starts."""
+        return self._order.report()
 
-    @abc.abstractmethod
     def steps_of_epochs(self, epochs: int) -> int:
-        """Return how many optimizer steps the first `epochs` epochs take."""
+        """Return the optimizer steps of the first `epochs` epochs; the last may open the next."""
+        return self._order.steps_of_epochs(epochs)
 
-    @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what it is a position in, equal on all ranks, as JSON holds it."""
+        """Return the position and the identity of the order, equal on all ranks, as JSON holds it."""
+        return self._order.state(self.position)
 
-    @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the state was taken; a ConfigError where it does not fit, and `data.on_change` is refuse."""
+        """Continue at a state; a ConfigError where it does not fit and `data.on_change` is refuse."""
+        self.seek(self._order.restore(state))
 
     @abc.abstractmethod
     def _whereabouts(self) -> str:
-        """Return where samples went, for whoever waits for a batch."""
+        """Return where samples went, for the log of a long wait."""
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
@@ -152,25 +136,8 @@ class Loader(Feed):
         self._order = Order(source, request)
         stand_ins = self._order.stand_ins()
         batches = MicroBatches(source, request.index, stand_ins, request.seed, request.transform, self._excluded)
-        self._results = Results(
-            batches, source, references=_References(self._references), whereabouts=self._whereabouts
-        )
-
-    def report(self) -> list[str]:
-        """See `Feed.report`."""
-        return self._order.report()
-
-    def steps_of_epochs(self, epochs: int) -> int:
-        """See `Feed.steps_of_epochs`; the last step may open the next epoch."""
-        return self._order.steps_of_epochs(epochs)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Feed.state_dict`."""
-        return self._order.state(self.position)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Feed.load_state_dict`."""
-        self.seek(self._order.restore(state))
+        references = _References(self._references)
+        self._results = Results(batches, source, references=references, whereabouts=self._whereabouts)
 
     def __next__(self) -> list[Batch]:
         step = []
@@ -181,7 +148,6 @@ class Loader(Feed):
         return step
 
     def _references(self) -> Iterator[Step]:
-        """Yield references to this rank's micro-batches from the position on, without end."""
         request = self._request
         share = request.global_batch_size // request.ranks
         for position in itertools.count(self.position):
@@ -203,7 +169,7 @@ class Loader(Feed):
 
 
 class _References(Sampler[Step]):
-    """What an iterator begins anew each time it is asked for."""
+    """An iterable that calls a function for each new iterator."""
 
     def __init__(self, begin: Callable[[], Iterator[Step]]) -> None:
         self._begin = begin
@@ -216,7 +182,7 @@ class SkippedCount:
     """Unreadable samples that one rank met: `each` once, in the order met, for the reason it had first."""
 
     def __init__(self, samples: int | None, max_share: float) -> None:
-        """Take how many samples take part, None = unknown, and the share of unreadable ones that stops a run."""
+        """Store the number of samples, None = unknown, and the share of unreadable ones that stops a run."""
         self.each: list[Unreadable] = []
         self._names = set[str]()
         self._samples, self._max_share, self._seen = samples, max_share, 0

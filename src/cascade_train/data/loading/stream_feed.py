@@ -1,7 +1,6 @@
-"""Batches of one rank from tars that are only read forward, with a place in each logical stream to resume from.
+"""Batches of one rank from tars that are only read forward, with a position in each logical stream to resume from.
 
 Each stream fills the same slots of every global batch, so that ranks and workers only decide who reads which stream.
-The order within a stream lives in stream.py, decoding in worker.py.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from cascade_train.batch import Batch
 from cascade_train.data.index.rows import changed_content, content_record
 from cascade_train.data.loading.feed import Feed, FeedRequest
-from cascade_train.data.loading.worker import Failure, MicroBatches, Results
+from cascade_train.data.loading.worker import MicroBatches, Results, failure
 from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
 from cascade_train.data.stream import Cursor, Stream, Take
 from cascade_train.data.tar.members import raw_sample
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, RunError
 
 ORDER_VERSION = 1
 MOST_STREAMS = 64
@@ -34,17 +33,17 @@ _log = logging.getLogger(__name__)
 
 
 class StreamShare(NamedTuple):
-    """What one stream gives to one rank's share of every global batch."""
+    """The samples of one stream in one rank's share of every global batch."""
 
     stream: int
-    cuts: list[int]  # places in what the stream gives to a global batch, at which this rank's pieces begin and end
+    cuts: list[int]  # positions among the stream's samples of a global batch where this rank's pieces begin and end
 
 
 class Item(NamedTuple):
-    """What a worker makes of one stream for one global batch."""
+    """A worker's result for one stream and one global batch."""
 
     stream: int
-    cursor: Cursor  # the place behind the samples
+    cursor: Cursor  # the position behind the samples
     pieces: list[Batch]  # this rank's samples, cut where micro-batches end
 
 
@@ -84,7 +83,7 @@ class StreamFeed(Feed):
         ]
 
     def steps_of_epochs(self, epochs: int) -> int:
-        """Raise a `ConfigError`: the length of streams is unknown."""
+        """Raise a ConfigError: the length of streams is unknown."""
         raise ConfigError(
             "data.urls are streams, whose length is unknown before they end: give train.max_steps instead of"
             " train.max_epochs, and hold out by validate.urls of tars that can be indexed instead of validate.share"
@@ -99,7 +98,8 @@ class StreamFeed(Feed):
     def state_dict(self) -> dict[str, Any]:
         """Return the place in every stream, equal on all ranks. Collective where there are several."""
         mine = {stream: self._cursors[stream] for stream in self._own}
-        known = {stream: place for places in self._request.gather(mine) for stream, place in places.items()}
+        gather = self._request.gather
+        known = {stream: place for places in (gather(mine) if gather else [mine]) for stream, place in places.items()}
         return {
             "position": self.position,
             "identity": " ".join(f"{name}={value}" for name, value in self._identity.items()),
@@ -173,14 +173,14 @@ def choose_streams(global_batch_size: int, tars: int) -> int:
 
 
 def helpful_workers(wanted: int, streams: int) -> int:
-    """Return how many workers take equal numbers of streams: the largest divisor up to `wanted`; 0 = none wanted."""
+    """Return the largest number of workers up to `wanted` that divides the streams; 0 = none wanted."""
     return max((workers for workers in range(1, min(wanted, streams) + 1) if streams % workers == 0), default=0)
 
 
 class InMemoryBatches(MicroBatches):
     """Micro-batches of samples of streams, which are in memory and not in the index."""
 
-    def pieces(self, take: Take, cuts: Sequence[int]) -> Iterator[Batch | Failure]:
+    def pieces(self, take: Take, cuts: Sequence[int]) -> Iterator[Batch | RunError]:
         """Yield the samples between two cuts each; others of their blocks may stand in for them."""
         size = self._source.image_size
         self._held = {each.number: each for each in take.blocks}
@@ -202,7 +202,7 @@ class InMemoryBatches(MicroBatches):
 
 
 @dataclass(eq=False)
-class _Items(IterableDataset[Item | Failure]):
+class _Items(IterableDataset[Item | RunError]):
     """The items of one rank, in the order of its streams; a worker makes every n-th."""
 
     parts: list[StreamShare]
@@ -211,21 +211,21 @@ class _Items(IterableDataset[Item | Failure]):
     count: int  # samples that a stream gives to a global batch
     batches: InMemoryBatches
 
-    def __iter__(self) -> Iterator[Item | Failure]:
+    def __iter__(self) -> Iterator[Item | RunError]:
         worker = get_worker_info()
         mine = self.parts if worker is None else self.parts[worker.id :: worker.num_workers]
         takes = [self.streams[part.stream].takes(self.cursors[part.stream], self.count) for part in mine]
         while True:
             yield from map(self._item, mine, takes)
 
-    def _item(self, part: StreamShare, takes: Iterator[Take]) -> Item | Failure:
+    def _item(self, part: StreamShare, takes: Iterator[Take]) -> Item | RunError:
         try:
             take = next(takes)
         except Exception as error:
-            return Failure.of(f"stream {part.stream}", error)
+            return failure(f"stream {part.stream}", error)
         pieces = []
         for piece in self.batches.pieces(take, part.cuts):
-            if isinstance(piece, Failure):
+            if isinstance(piece, RunError):
                 return piece
             pieces.append(piece)
         return Item(stream=part.stream, cursor=take.cursor, pieces=pieces)
@@ -252,7 +252,6 @@ def _joined(pieces: Sequence[Batch]) -> Batch:
 
 
 def _concatenated(values: Sequence[Any]) -> Any:
-    """Concatenate the values of one field of a batch."""
     first = values[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(values))

@@ -1,6 +1,6 @@
-"""Worker processes: references in, finished batches or the reason of a failure out, handed over in order.
+"""Worker processes: from references to finished batches or failures, in order.
 
-A worker holds no state: the same references give the same batch in any process.
+A worker has no state: the same references give the same batch in any process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import gc
 import itertools
 import logging
-import math
 import multiprocessing
 import signal
 import threading
@@ -24,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from cascade_train.batch import Batch, SampleTransform, Unreadable, sample_seed
 from cascade_train.data.decoding.decode import fast_jpeg_decoder
@@ -45,18 +44,16 @@ _torchs_handler: Any = None  # of SIGCHLD; None until a process has had workers
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """Why a batch could not be made."""
+def failure(what: str, error: Exception) -> RunError:
+    """Return the error being handled as one that may cross processes, its traceback as a note."""
+    cause = str(error) if isinstance(error, ConfigError | RunError) else f"{type(error).__name__}: {error}"
+    return _traced(f"{what}: {line_of_user(error)}{cause}")
 
-    text: str  # the sample and the cause, for the user
-    trace: str  # the worker's traceback, for a defect
 
-    @classmethod
-    def of(cls, what: str, error: Exception) -> Failure:
-        """Return the error being handled as text, which crosses a process border where the error itself may not."""
-        cause = str(error) if isinstance(error, ConfigError | RunError) else f"{type(error).__name__}: {error}"
-        return cls(text=f"{what}: {line_of_user(error)}{cause}", trace=traceback.format_exc())
+def _traced(text: str) -> RunError:
+    error = RunError(text)
+    error.add_note(traceback.format_exc())
+    return error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +64,7 @@ class _Sample:
     skipped: tuple[Unreadable, ...]
 
 
-class MicroBatches(Dataset[Batch | Failure]):
+class MicroBatches(Dataset[Batch | RunError]):
     """Batches by their references.
 
     An unreadable sample finds its stand-in among `stand_ins`, the sorted rows of each shape, (height, width), first in
@@ -87,15 +84,14 @@ class MicroBatches(Dataset[Batch | Failure]):
         self._seed, self._transform, self._excluded = seed, transform, excluded
         self._framing = Framing(crop=source.crop, flip_prob=source.flip_prob, max_pixels=source.max_pixels)
 
-    def __getitem__(self, step: Step) -> Batch | Failure:
-        """Read, decode and stack the samples of one micro-batch."""
+    def __getitem__(self, step: Step) -> Batch | RunError:
         self._source.prefetch(step.rows.tolist())
         samples = []
         for row, epoch in zip(step.rows.tolist(), step.epochs.tolist(), strict=True):
             try:
                 samples.append(self._sample(row, epoch, step))
             except Exception as error:  # raised again in the main process
-                return Failure.of(f"sample {self.name(row)}", error)
+                return failure(f"sample {self.name(row)}", error)
         weight_B = torch.tensor([sample.raw.weight for sample in samples], dtype=torch.float32)
         return Batch(
             captions=tuple(sample.raw.caption for sample in samples),
@@ -136,6 +132,8 @@ class MicroBatches(Dataset[Batch | Failure]):
                 continue
             if framed is not None and self._transform is not None:
                 tensors = {**tensors, **self._transform(framed.image, draws("transform"))}
+            if framed is not None and framed.mask is not None:
+                tensors = {**tensors, "mask": framed.mask}
             raw = replace(raw, image=None, mask=None, caption=caption, tensors=tensors)
             return _Sample(row=candidate, raw=raw, framed=framed, skipped=tuple(skipped))
         if not skipped:
@@ -145,7 +143,7 @@ class MicroBatches(Dataset[Batch | Failure]):
         raise RunError(f"unreadable, and so are the samples after it: {by_reason(skipped)}")
 
     def _candidates(self, row: int, step: Step) -> Iterator[int]:
-        """Yield the row, those of its shape from the next one on, and then, where it is alone in it, all others."""
+        """Yield the row, those of its shape from the next one on, and then all others."""
         same = self._stand_ins[step.height, step.width]
         place = int(np.searchsorted(same, row, side="right"))
         yield from itertools.chain([row], (int(same[(place + i) % len(same)]) for i in range(len(same))))
@@ -157,17 +155,15 @@ class MicroBatches(Dataset[Batch | Failure]):
 
 
 def _stacked(samples: list[_Sample]) -> dict[str, Any]:
-    """Return what a batch holds of its samples' arrays, by the batch's field."""
-    names = [name for name in samples[0].raw.tensors if name != "mask"]
-    tensors = {name: _tensor([sample.raw.tensors[name] for sample in samples]) for name in names}
-    masks = [sample.raw.tensors.get("mask") for sample in samples]
+    names = dict.fromkeys(name for sample in samples for name in sample.raw.tensors)
+    tensors = {name: _tensor(name, [sample.raw.tensors.get(name) for sample in samples]) for name in names}
     framed = [sample.framed for sample in samples if sample.framed is not None]
     if not framed:
-        return {"image_BCHW": None, "tensors": tensors | _masks(masks, 1.0)}
-    tensors |= _masks([each.mask for each in framed], 255)
+        return {"image_BCHW": None, "tensors": tensors}
+    images = [each.image for each in framed]  # views of another order in memory
     boxes = [(each.box.top, each.box.left, each.box.height, each.box.width) for each in framed]
     return {
-        "image_BCHW": _shared([each.image for each in framed]),
+        "image_BCHW": torch.from_numpy(np.stack(images, out=np.empty((len(images), *images[0].shape), np.uint8))),
         "tensors": tensors,
         "original_size_B2": torch.tensor([each.size for each in framed], dtype=torch.int64),
         "crop_B4": torch.tensor(boxes, dtype=torch.int64),
@@ -175,27 +171,11 @@ def _stacked(samples: list[_Sample]) -> dict[str, Any]:
     }
 
 
-def _masks(masks: list[np.ndarray | None], fully: float) -> dict[str, torch.Tensor]:
-    """Return the `mask` of a batch, where a sample without one counts everywhere; nothing if none has one."""
-    known = next((mask for mask in masks if mask is not None), None)
-    if known is None:
-        return {}
-    return {"mask": _tensor([np.full_like(known, fully) if mask is None else mask for mask in masks])}
-
-
-def _shared(images: list[np.ndarray]) -> torch.Tensor:
-    """Stack pictures; in a worker into memory that the main process shares, which saves a copy of each."""
-    shape = (len(images), *images[0].shape)
-    batch = torch.empty(0, dtype=torch.uint8)
-    if get_worker_info() is not None:  # as torch's own collating does
-        batch.set_(torch.UntypedStorage._new_shared(math.prod(shape)))
-    batch.resize_(shape)
-    for row, image in zip(batch.numpy(), images, strict=True):
-        row[:] = image
-    return batch
-
-
-def _tensor(arrays: list[np.ndarray]) -> torch.Tensor:
+def _tensor(name: str, arrays: list[Any]) -> torch.Tensor:
+    if name == "mask":  # a sample without one counts everywhere
+        known = next(each for each in arrays if each is not None)
+        whole = np.full_like(known, 255 if known.dtype == np.uint8 else 1)
+        arrays = [whole if each is None else each for each in arrays]
     return torch.from_numpy(np.stack(arrays))
 
 
@@ -207,7 +187,7 @@ class Results(Generic[T]):
 
     def __init__(
         self,
-        dataset: Dataset[T | Failure],
+        dataset: Dataset[T | RunError],
         source: Source,
         *,
         references: Iterable[Any] | None = None,
@@ -223,9 +203,9 @@ class Results(Generic[T]):
         if workers > 0:
             fast_jpeg_decoder()  # loaded once, before the workers fork
         self._whereabouts = whereabouts
-        self._iterator: Iterator[T | Failure] | None = None
-        self._data_loader: DataLoader[T | Failure] | None = None
-        self._make: Callable[[], DataLoader[T | Failure]] | None = partial(
+        self._iterator: Iterator[T | RunError] | None = None
+        self._data_loader: DataLoader[T | RunError] | None = None
+        self._make: Callable[[], DataLoader[T | RunError]] | None = partial(
             _Loader,
             dataset,
             batch_size=None,
@@ -242,10 +222,8 @@ class Results(Generic[T]):
     def next(self) -> T:
         """Return the next result; a RunError where a worker could not make it, ended, or took too long."""
         result = self._receive()
-        if isinstance(result, Failure):
-            error = RunError(result.text)
-            error.add_note(result.trace)
-            raise error
+        if isinstance(result, RunError):
+            raise result
         return result
 
     def restart(self, *, new_workers: bool = False) -> None:
@@ -258,7 +236,7 @@ class Results(Generic[T]):
         """End the worker processes; no result can be asked for afterwards."""
         self._iterator = self._data_loader = self._make = None
 
-    def _receive(self) -> T | Failure:
+    def _receive(self) -> T | RunError:
         """Return what the workers made next; their sudden end is a failure too.
 
         The iterator stays out of local names, and torch's error is not passed on: a traceback that holds the
@@ -283,7 +261,7 @@ class Results(Generic[T]):
             )
             if 0 < timeout <= time.monotonic() - begun:
                 text = f"no batch for {timeout:g} s (data.max_wait_seconds). {self._whereabouts()}"
-            return Failure(text=text, trace=traceback.format_exc())
+            return _traced(text)
 
 
 class _Loader(DataLoader[T]):
@@ -319,7 +297,7 @@ def _raised_deaths() -> Iterator[None]:
 
 @contextmanager
 def _logged_wait(whereabouts: Callable[[], str]) -> Iterator[None]:
-    """Log a warning once a minute for as long as the body takes; `whereabouts` is called in another thread."""
+    """Log a warning once a minute while the body runs; `whereabouts` is called in another thread."""
     done = threading.Event()
 
     def watch() -> None:

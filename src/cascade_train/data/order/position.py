@@ -1,7 +1,6 @@
-"""The plan of one run's samples, and what a saved position in it means.
+"""The plan of one run's samples, and saved positions in it, with the identity of everything that decides the order.
 
-A position is saved with the identity of everything that decides the order. One that does not fit is refused, or, by
-`data.on_change=restart`, followed by another epoch; never silently.
+One that does not fit is refused, or, by `data.on_change=restart`, followed by another epoch; never silently.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class Order:
     """Global batches by position, and the state of a position, of the samples of a request, at least one."""
 
     def __init__(self, source: Source, request: FeedRequest) -> None:
-        index, rows, seed = request.index, request.rows, request.seed
-        self._rows, self._on_change = rows, source.on_change
-        self._max_upscale, self._global_batch_size = source.buckets.max_upscale, request.global_batch_size
+        self._index, self._rows = index, rows = request.index, request.rows
+        self._on_change, self._max_upscale = source.on_change, source.buckets.max_upscale
+        self._global_batch_size = request.global_batch_size
         self._leftover = "flush" if request.whole_epochs else source.leftover
         replacement = source.replacement and not request.whole_epochs
         random_share = 0.0 if request.whole_epochs else source.buckets.random_share
@@ -56,30 +55,25 @@ class Order:
             rows=rows,
             width_N=index.table["width"][rows],
             height_N=index.table["height"][rows],
-            seed=seed,
+            seed=request.seed,
             window_shards=source.shuffle_window_shards,
             replacement=replacement,
             random_share=random_share,
         )
-        self._plan = self._planned(request.global_batch_size, Start())
-        self._index = index
-        self._identity = {
+        self._plan = self._plan_from(request.global_batch_size, Start())
+        identity = {
             "order": str(ORDER_VERSION),
             "index": index.digest,
             "rows": hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16],
-            "seed": str(seed),
+            "seed": str(request.seed),
             "window": str(source.shuffle_window_shards),
+            "metadata": index.metadata,
+            "filters": index.filters,
+            "buckets": f"{table.identity}/{random_share:g}" if len(table.sizes_K2) > 1 else "",
+            "leftover": "" if self._leftover == "carry" else self._leftover,
+            "replacement": "true" if replacement else "",
         }
-        if index.metadata:
-            self._identity["metadata"] = index.metadata
-        if index.filters:
-            self._identity["filters"] = index.filters
-        if len(table.sizes_K2) > 1:
-            self._identity["buckets"] = f"{table.identity}/{random_share:g}"
-        if self._leftover != "carry":
-            self._identity["leftover"] = self._leftover
-        if replacement:
-            self._identity["replacement"] = "true"
+        self._identity = {name: value for name, value in identity.items() if value}
 
     def step(self, position: int) -> Step:
         """Return the global batch at `position`, counted from the run's first."""
@@ -114,28 +108,29 @@ class Order:
         saved = state.get("start", {"position": 0, "epoch": 0, "taken": []})  # older states begin at the beginning
         start = Start(position=saved["position"], epoch=saved["epoch"], taken=tuple(saved["taken"]))
         changed = self._changes(state)
-        if changed and self._on_change == "refuse":
-            raise ConfigError(
-                f"the checkpoint's data position does not fit this run's data: {changed[0]}, or start another run with"
-                " a new run.name, or end the epoch here by data.on_change=restart"
-            )
-        if not changed and size != self._global_batch_size and self._on_change == "refuse":
-            raise ConfigError(
-                f"the checkpoint's data position counts global batches of {size} samples, but"
-                f" train.global_batch_size={self._global_batch_size}: set it back (ranks and micro-batches may change),"
-                " or start another run with a new run.name, or continue with other batches by data.on_change=restart"
-            )
+        is_refused = self._on_change == "refuse"
         if changed:
+            if is_refused:
+                raise ConfigError(
+                    f"the checkpoint's data position does not fit this run's data: {changed[0]}, or start another run"
+                    " with a new run.name, or end the epoch here by data.on_change=restart"
+                )
             start = Start(position=position, epoch=start.epoch + 1)
             _log.warning("The data changed (%s); epoch %d begins.", "; ".join(changed), start.epoch)
         elif size != self._global_batch_size:
-            start = self._planned(size, start).start_at(position)
+            if is_refused:
+                raise ConfigError(
+                    f"the checkpoint's data position counts global batches of {size} samples, but train."
+                    f"global_batch_size={self._global_batch_size}: set it back (ranks and micro-batches may change), or"
+                    " start another run with a new run.name, or continue with other batches by data.on_change=restart"
+                )
+            start = self._plan_from(size, start).start_at(position)
             _log.warning("Epoch %d continues with global batches of %d.", start.epoch, self._global_batch_size)
-        self._plan = self._planned(self._global_batch_size, start)
+        self._plan = self._plan_from(self._global_batch_size, start)
         return int(position)
 
     def report(self) -> list[str]:
-        """Return lines on how many samples are enlarged, the histogram of shapes, and which of them fill slowly."""
+        """Return lines on enlarged samples, the histogram of shapes, and those that fill slowly."""
         lines = []
         enlarged = self._layouts.enlarged_N > 1
         if enlarged.any():
@@ -162,8 +157,8 @@ class Order:
     def _changes(self, state: Mapping[str, Any]) -> list[str]:
         saved = dict(_ITEM.findall(state["identity"]))
         pairs = {name: (saved.get(name, "none"), self._identity.get(name, "none")) for name in _REMEDIES}
-        told = [f"{name} was {was}, is {now}: {_REMEDIES[name]}" for name, (was, now) in pairs.items() if was != now]
-        return told or changed_content(self._index, state)
+        changed = [f"{name} was {was}, is {now}: {_REMEDIES[name]}" for name, (was, now) in pairs.items() if was != now]
+        return changed or changed_content(self._index, state)
 
-    def _planned(self, global_batch_size: int, start: Start) -> Plan:
+    def _plan_from(self, global_batch_size: int, start: Start) -> Plan:
         return Plan(layouts=self._layouts, global_batch_size=global_batch_size, leftover=self._leftover, start=start)

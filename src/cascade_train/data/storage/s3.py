@@ -37,7 +37,7 @@ class S3(Store):
 
     def stat(self, url: str) -> StoredObject:
         """See `Store.stat`: ask for size and ETag."""
-        (bucket, key), client = _place(url), self._client()
+        (bucket, key), client = _parse_url(url), self._client()
         head = _ask(lambda: client.head_object(Bucket=bucket, Key=key), "asking for", url)
         return StoredObject(url=url, size=head["ContentLength"], version=head["ETag"])
 
@@ -50,7 +50,7 @@ class S3(Store):
 
     def list_prefix(self, url: str) -> list[StoredObject]:
         """Return every object whose key begins with the prefix of `s3://bucket/prefix`, sorted. Raises as `stat`."""
-        bucket, prefix = _place(url)
+        bucket, prefix = _parse_url(url)
         pages = self._client().get_paginator("list_objects_v2")
         every = "Contents || `[]`"  # no key where there is no object
         found = _ask(lambda: list(pages.paginate(Bucket=bucket, Prefix=prefix).search(every)), "asking for", url)
@@ -82,7 +82,7 @@ def _new_client(connections: int) -> Any:
 
 
 def _read_once(client: Any, item: StoredObject, start: int, size: int) -> bytes:
-    bucket, key = _place(item.url)
+    bucket, key = _parse_url(item.url)
     stop = start + size - 1
     answer = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{stop}")
     with contextlib.closing(answer["Body"]) as body:
@@ -135,7 +135,7 @@ def _refusal(url: str, answer: Mapping[str, Any]) -> Exception:
     return RunError(f"{url}: the server answered {status} {code}")
 
 
-def _place(url: str) -> tuple[str, str]:
+def _parse_url(url: str) -> tuple[str, str]:
     bucket, _, key = url.removeprefix(SCHEME).partition("/")
     if not re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,254}", bucket):
         raise ConfigError(f"data.urls={url} names no bucket: write s3://bucket/folder/000.tar or s3://bucket/folder/")

@@ -1,10 +1,11 @@
-"""What samples are like: sizes and shapes from the index, the rest from reading some of them."""
+"""A survey of samples: sizes and shapes from the index, the rest from reading some of them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,14 +15,13 @@ from cascade_train.data.buckets import PRESETS, BucketTable
 from cascade_train.data.data_set import Rows
 from cascade_train.data.decoding.decode import decode
 from cascade_train.data.sample import UnreadableSampleError
-from cascade_train.data.survey.near import Look, alike, look_of
+from cascade_train.data.survey.near import Look, group_alike, look_of
 
 MUCH = 0.1
 """Share of a picture that counts as much to crop away."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BucketCount:
+class BucketCount(NamedTuple):
     """A training size in pixels, its samples, and how many of them are smaller than it."""
 
     height: int
@@ -30,9 +30,8 @@ class BucketCount:
     enlarged: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cropping:
-    """What a choice of `data.aspect_ratios` does to the pictures of known size."""
+class Cropping(NamedTuple):
+    """The effect of a choice of `data.aspect_ratios` on the pictures of known size."""
 
     aspect_ratios: str  # as an override has it
     sizes: int  # training sizes that occur
@@ -41,9 +40,8 @@ class Cropping:
     enlarged: int  # samples that are smaller than their size
 
 
-@dataclass(frozen=True, kw_only=True)
-class Text:
-    """A caption as in the first epoch, and where it came from: a file, a key, and whether it was drawn."""
+class Text(NamedTuple):
+    """A caption as in the first epoch, and its origin: a file, a key, and whether it was drawn."""
 
     caption: str
     origin: str
@@ -51,7 +49,7 @@ class Text:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Survey:
-    """What a set of samples is like."""
+    """The properties of a set of samples."""
 
     samples: int  # of an epoch
     pictures: int  # different pictures among them: repeats count once
@@ -100,15 +98,15 @@ def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
                 if len(alone) == 1:
                     looks[name] = look_of(picture.pixels), picture.size[0] * picture.size[1]
             generator = torch.Generator().manual_seed(sample_seed(seed, 0, row, "caption"))
-            caption, origin = part.source.captions_of(row).traced(raw, generator)
-            texts[name] = Text(caption=caption, origin=origin)
+            texts[name] = Text(*part.source.captions_of(row).traced(raw, generator))
         except (UnreadableSampleError, OSError) as error:
             unreadable.append((name, str(error)))
+    width_N, height_N = _sizes(part, rows)
     return Survey(
         samples=len(part.rows),
         pictures=len(rows),
-        width_N=part.index.table["width"][rows].astype(np.int64),
-        height_N=part.index.table["height"][rows].astype(np.int64),
+        width_N=width_N,
+        height_N=height_N,
         buckets=_buckets(part),
         shapes=_shapes(part),
         read=len(chosen),
@@ -134,35 +132,30 @@ def _different(part: Rows) -> np.ndarray:
 def _near(looks: dict[str, tuple[Look, int]]) -> tuple[tuple[str, ...], ...]:
     """Return the names of pictures that look alike, in groups, those of most pixels first."""
     names = list(looks)
-    groups = alike([look for look, _ in looks.values()])
+    groups = group_alike([look for look, _ in looks.values()])
     return tuple(tuple(sorted((names[i] for i in group), key=lambda name: -looks[name][1])) for group in groups)
 
 
+def _sizes(part: Rows, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return width and height of rows in pixels, (N,) int64 each, 0 = unknown."""
+    width_N, height_N = (part.index.table[name][rows].astype(np.int64) for name in ("width", "height"))
+    return width_N, height_N
+
+
 def _buckets(part: Rows) -> tuple[BucketCount, ...]:
-    """Return the training sizes of all samples."""
-    width_N, height_N = (part.index.table[name][part.rows].astype(np.int64) for name in ("width", "height"))
-    table = part.source.bucket_table(part.index)
-    bucket_N = table.nearest(width_N, height_N)
-    enlarged_N = table.enlargement(bucket_N, width_N, height_N) > 1.0
-    height_K, width_K = table.sizes_K2.T
-    counts = [
-        BucketCount(
-            height=int(height_K[bucket]),
-            width=int(width_K[bucket]),
-            samples=int((bucket_N == bucket).sum()),
-            enlarged=int(enlarged_N[bucket_N == bucket].sum()),
-        )
-        for bucket in np.unique(bucket_N).tolist()
-    ]
-    return tuple(sorted(counts, key=lambda each: -each.samples))
+    sizes, table = _sizes(part, part.rows), part.source.bucket_table(part.index)
+    bucket_N = table.nearest(*sizes)
+    enlarged = Counter(bucket_N[table.enlargement(bucket_N, *sizes) > 1.0].tolist())
+    counts = Counter(np.sort(bucket_N).tolist()).most_common()
+    sizes_K2 = table.sizes_K2.tolist()
+    return tuple(BucketCount(sizes_K2[k][0], sizes_K2[k][1], samples, enlarged[k]) for k, samples in counts)
 
 
 def _shapes(part: Rows) -> tuple[Cropping, ...]:
-    """Return what the chosen aspect ratios do to the pictures, and what the others that have a name would."""
-    width_N, height_N = (part.index.table[name][part.rows].astype(np.int64) for name in ("width", "height"))
+    """Return the effect of the chosen aspect ratios, and of the presets."""
+    width_N, height_N = _sizes(part, part.rows)
     known = (width_N > 0) & (height_N > 0)
-    sizes = width_N[known], height_N[known]
-    source = part.source
+    sizes, source = (width_N[known], height_N[known]), part.source
     found = [_shape(str(source.aspect_ratios or "null"), source.bucket_table(part.index), *sizes)]
     for name, ratios in {"null": None, **{preset: preset for preset in PRESETS}}.items():
         if name != found[0].aspect_ratios:

@@ -41,7 +41,7 @@ def look_of(pixels: np.ndarray) -> Look:
     return Look(hash=int.from_bytes(np.packbits(above).tobytes(), "big"), colours=colours)
 
 
-def alike(looks: list[Look], *, distance: int = DISTANCE) -> list[list[int]]:
+def group_alike(looks: list[Look], *, distance: int = DISTANCE) -> list[list[int]]:
     """Return the positions of pictures that look alike, in groups of two and more; a group may be a chain of pairs.
 
     Those of one hash are compared in the order of their brightness, each with the next, and stand for each other.
@@ -95,7 +95,6 @@ def _close(colours_NT: np.ndarray, pairs_M2: np.ndarray) -> np.ndarray:
 
 
 def _groups(pairs_M2: np.ndarray) -> list[list[int]]:
-    """Return what pairs connect, each group and all of them in order."""
     parent: dict[int, int] = {}
 
     def root(node: int) -> int:

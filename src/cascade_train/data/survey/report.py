@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 import numpy as np
@@ -35,23 +36,14 @@ THUMBNAIL_PX = 192
 PAGE = Path(__file__).with_name("report.html")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Something worth a look.
+class Finding(NamedTuple):
+    """An observation about the data, with its remedy."""
 
-    Attributes:
-        text: what it is, in one sentence.
-        cost: share of an epoch that is lost by it, estimated from what was read, in [0, 1].
-        remedy: what to do about it; empty = nothing that one key does.
-        names: the samples, or more text about each.
-        leave_out: samples that a training may go without, and why.
-    """
-
-    text: str
-    cost: float = 0.0
-    remedy: str = ""
-    names: tuple[str, ...] = ()
-    leave_out: tuple[tuple[str, str], ...] = ()
+    text: str  # one sentence
+    cost: float = 0.0  # share of an epoch that is lost by it, estimated from what was read, in [0, 1]
+    remedy: str = ""  # empty = none that one key gives
+    names: tuple[str, ...] = ()  # the samples, or more text about each
+    leave_out: tuple[tuple[str, str], ...] = ()  # samples that a training may go without, and why
 
     def first(self, count: int) -> list[str]:
         """Return the first names."""
@@ -158,17 +150,11 @@ class Report:
         found = self.survey
         unknown, own = int((found.width_N == 0).sum()), found.shapes[0]
         best = min(found.shapes, key=lambda each: each.much)
+        cropped = f"{own.much} samples lose more than {MUCH:.0%} to cropping"
         better = f"data.aspect_ratios={best.aspect_ratios} leaves {best.much} of them" if best.much < own.much else ""
         return {
-            "header": Finding(
-                text=f"{unknown} have no readable header, so their size is unknown",
-                cost=unknown / max(1, found.pictures),
-            ),
-            "cropped": Finding(
-                text=f"{own.much} samples lose more than {MUCH:.0%} to cropping",
-                cost=own.cropped if own.much else 0.0,
-                remedy=better,
-            ),
+            "header": Finding(f"{unknown} have no readable header: unknown size", unknown / max(1, found.pictures)),
+            "cropped": Finding(text=cropped, cost=own.cropped if own.much else 0.0, remedy=better),
             "unfilled": Finding(
                 text=f"{self.unfilled} samples fill no batch of their shape and are dropped, other ones each epoch",
                 cost=self.unfilled / max(1, found.samples),
@@ -226,14 +212,12 @@ class Report:
         return template.render(report=self, charts=charts, pictures=list(self._pictures()), **shown)
 
     def _pictures(self) -> Iterator[tuple[str, str, str]]:
-        """Yield picture, name and caption of the batch."""
         if self.batch is not None and self.batch.image_BCHW is not None:
             images = map(_encoded, self.batch.image_BCHW.numpy())
             yield from zip(images, self.batch.keys, self.batch.captions, strict=True)
 
 
 def _joined(sign: str, names: Sequence[str]) -> str:
-    """Return the first names of a group, and how many more there are."""
     more = [f"{len(names) - NAMES_IN_TEXT} more"] if len(names) > NAMES_IN_TEXT else []
     return sign.join([*names[:NAMES_IN_TEXT], *more])
 

@@ -137,7 +137,7 @@ class Listings:
 def expand_urls(urls: str | list[str]) -> list[str]:
     """Expand brace patterns, `file:` and `~` in one entry or a list of them: one url per tar or prefix, in order."""
     patterns = [urls] if isinstance(urls, str) else urls
-    return [_normal(url) for pattern in patterns for url in _braces(pattern)]
+    return [_normalize(url) for pattern in patterns for url in _expand_braces(pattern)]
 
 
 def check_urls(urls: str | list[str]) -> list[str]:
@@ -186,11 +186,10 @@ def find_tars(urls: str | list[str], listings: Listings) -> list[Tar]:
 
 
 def _is_prefix(url: str) -> bool:
-    """Return whether a url is an S3 prefix, which is listed: whatever does not end as a tar does."""
     return url.startswith(SCHEME) and not url.lower().endswith((*_ENDS, *_UNREAD_COMPRESSIONS))
 
 
-def _braces(pattern: str) -> list[str]:
+def _expand_braces(pattern: str) -> list[str]:
     try:
         is_bounded = pattern.count("{") <= _MOST_BRACES and not _LARGE_NUMBER.search(pattern)
         expanded = list(islice(braceexpand(pattern), _MOST_TARS + 1)) if is_bounded else []
@@ -205,7 +204,7 @@ def _braces(pattern: str) -> list[str]:
     return expanded if len(expanded) > 1 else [pattern]  # one alone may be a command, whose backslashes stay
 
 
-def _normal(url: str) -> str:
+def _normalize(url: str) -> str:
     scheme = _ANY_SCHEME.match(url)
     if scheme is None:
         return str(Path(url).expanduser())

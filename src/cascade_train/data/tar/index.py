@@ -57,7 +57,7 @@ def load_shard(tar: Tar, cache_dir: Path | None) -> ShardIndex:
     shard = _cached_shard(cached)
     if shard is not None:
         return shard
-    with _one_reader(cached, tar):
+    with _lock_remote(cached, tar):
         shard = _cached_shard(cached) or scan_shard(tar)
         parts = {name: getattr(shard, name) for name in ("table", "keys", "checksums")}
         dropped = np.array(json.dumps(asdict(shard.dropped)))
@@ -80,7 +80,7 @@ def scan_shard(tar: Tar) -> ShardIndex:
             )
         file.seek(0)
         for key, found in samples(
-            tar.item.url, Forward(file, seekable=True), partial(_facts, set(tar.parts.values())), dropped
+            tar.item.url, Forward(file, seekable=True), partial(_member_facts, set(tar.parts.values())), dropped
         ):
             parts = [found.get(part, _ABSENT) for part in PARTS]
             rows.append((0, *found["image"][:4], *(number for part in parts for number in part[2:4])))
@@ -105,13 +105,12 @@ def load_verdicts(
     A json of more than `largest` bytes counts as none. Raises as `load_shard`.
     """
     sizes = shard.table["json_bytes"].astype(np.int64)
-    is_limited = largest is not None and bool((sizes > largest).any())
-    index, limit = _cache_file(tar, cache_dir), f"-{largest}" if is_limited else ""
+    is_too_large = sizes > (np.iinfo(np.int64).max if largest is None else largest)
+    index, limit = _cache_file(tar, cache_dir), f"-{largest}" if is_too_large.any() else ""
     cached = index.with_name(f"{index.stem}-filters-{filters.identity}{limit}.npz")
     verdicts = (read_cache(cached) or {}).get("verdicts")
     if verdicts is None or verdicts.shape != (len(shard.table), 1 + len(filters)):
-        if is_limited:
-            sizes[sizes > largest] = 0
+        sizes[is_too_large] = 0
         verdicts = judge_shard(tar, shard.table["json_start"].tolist(), sizes.tolist(), filters)
         write_cache(cached, {"verdicts": verdicts}, required=cache_dir is not None)
     return verdicts
@@ -152,7 +151,7 @@ def _cached_shard(cached: Path) -> ShardIndex | None:
 
 
 @contextmanager
-def _one_reader(cached: Path, tar: Tar) -> Iterator[None]:
+def _lock_remote(cached: Path, tar: Tar) -> Iterator[None]:
     """Let one process of this machine read a remote tar while the others wait for what it keeps."""
     if not tar.is_remote:
         yield
@@ -167,7 +166,7 @@ def _one_reader(cached: Path, tar: Tar) -> Iterator[None]:
         lock.unlink(missing_ok=True)
 
 
-def _facts(parts: Collection[str], member: Member) -> tuple[int, int, int, int, int]:
+def _member_facts(parts: Collection[str], member: Member) -> tuple[int, int, int, int, int]:
     """Return width and height of a picture, else zeros; start and size in bytes; the checksum of what makes samples."""
     width = height = crc = 0
     if member.extension in IMAGE_EXTENSIONS:

@@ -110,7 +110,7 @@ def samples(
     `take` makes the part of a file; it is called with each file once, while its bytes can be read. A ConfigError where
     the tar is damaged or cut short, or a key's files are not neighbours.
     """
-    for key, files in _grouped(name, file, take):
+    for key, files in _group_by_key(name, file, take):
         image = next((extension for extension in IMAGE_EXTENSIONS if extension in files), None)
         if image is None or dropped.caption not in files:
             dropped.count(key, files, no_image=image is None)
@@ -119,10 +119,10 @@ def samples(
         yield key, {part: files[extension] for part, extension in extensions.items() if extension in files}
 
 
-def _grouped(name: str, file: Forward, take: Callable[[Member], T]) -> Iterator[tuple[str, dict[str, T]]]:
+def _group_by_key(name: str, file: Forward, take: Callable[[Member], T]) -> Iterator[tuple[str, dict[str, T]]]:
     seen: set[str] = set()
     current, files = "", dict[str, T]()
-    for member in _members(name, file):
+    for member in _read_members(name, file):
         if member.key != current and files:
             yield current, files
             files = {}
@@ -151,7 +151,7 @@ def key_and_extension(name: str) -> tuple[str, str] | None:
     return f"{folder}{slash}{stem}", extension
 
 
-def _members(name: str, file: Forward) -> Iterator[Member]:
+def _read_members(name: str, file: Forward) -> Iterator[Member]:
     with (
         parsing(f"data.urls: {name}", "is not a readable tar file", "write or copy it again", passing=OSError),
         tarfile.open(fileobj=file, mode="r:") as tar,  # type: ignore[call-overload] # it needs no more than this

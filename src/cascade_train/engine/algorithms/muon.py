@@ -50,7 +50,7 @@ class Muon(Optimizer):
         if lr_ratio <= 0:
             raise ValueError(f"lr_ratio={lr_ratio} must be positive.")
         groups = [each if isinstance(each, dict) else {"params": [each]} for each in params]
-        matrices, others = (_chosen(groups, wanted) for wanted in (True, False))
+        matrices, others = (_choose(groups, wanted) for wanted in (True, False))
         self._parts: list[Optimizer] = []
         if matrices:
             options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
@@ -80,7 +80,7 @@ class Muon(Optimizer):
                 group["lr"] = lr
 
 
-def _chosen(groups: Iterable[dict[str, Any]], matrices: bool) -> list[dict[str, Any]]:
+def _choose(groups: Iterable[dict[str, Any]], matrices: bool) -> list[dict[str, Any]]:
     """Return the groups with the matrices alone, or with all but them; empty ones are left out."""
     named = [(group, [each if isinstance(each, tuple) else ("", each) for each in group["params"]]) for group in groups]
     chosen: list[tuple[dict[str, Any], list[Tensor]]] = [

@@ -36,7 +36,7 @@ def random_bits(key: int, first: int, count: int, device: torch.device) -> Tenso
     return (x ^ (x >> 16)) & 0xFFFF
 
 
-def rounded(value: Tensor, bits: Tensor) -> Tensor:
+def round_bf16(value: Tensor, bits: Tensor) -> Tensor:
     """Return fp32 values in bf16, away from zero with the probability of what is cut off; `bits` from `random_bits`.
 
     Beyond the largest number of bf16 that is infinite. What is no number stays none: CUDA's has all bits set, and a sum
@@ -96,7 +96,7 @@ class StochasticRounding(Optimizer):
         for start in range(0, old.numel(), PIECE):
             piece = new[start : start + PIECE]
             bits = random_bits(key, first + start, len(piece), piece.device)
-            old[start : start + PIECE] = rounded(piece, bits)
+            old[start : start + PIECE] = round_bf16(piece, bits)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, in its own dtypes; torch's own would take those of the weights."""

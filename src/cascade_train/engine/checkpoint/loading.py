@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from cascade_train.distributed.consensus import from_every_rank
-from cascade_train.engine.checkpoint.folder import CheckpointFolder
-from cascade_train.engine.checkpoint.manifest import (
+from cascade_train.engine.checkpoint.folder import (
+    CheckpointFolder,
     Manifest,
     find_fault,
     hash_file,

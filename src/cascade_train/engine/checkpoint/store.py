@@ -7,7 +7,9 @@ import dataclasses
 import logging
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,26 +17,22 @@ from typing import Any
 import torch.distributed as dist
 
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero, own_group
-from cascade_train.engine.checkpoint.folder import BEST, EVALUATED, CheckpointFolder, Retention, last_logged
-from cascade_train.engine.checkpoint.loading import drop_optimizer, load_files
-from cascade_train.engine.checkpoint.manifest import (
+from cascade_train.engine.checkpoint.folder import (
+    BEST,
+    EVALUATED,
     MANIFEST_NAME,
+    CheckpointFolder,
     FileRecord,
     Manifest,
+    Retention,
     find_fault,
     hash_file,
+    last_logged,
     read_manifest,
     write_manifest,
 )
-from cascade_train.engine.checkpoint.writing import (
-    Background,
-    HostMemory,
-    Job,
-    Layout,
-    Snapshot,
-    check_space,
-    write_files,
-)
+from cascade_train.engine.checkpoint.loading import drop_optimizer, load_files
+from cascade_train.engine.checkpoint.writing import Background, HostMemory, Layout, Snapshot, check_space, write_files
 from cascade_train.errors import ConfigError, RunError
 
 log = logging.getLogger(__name__)
@@ -67,10 +65,11 @@ class CheckpointStore:
         self._memory = HostMemory()
         self._layout: Layout | None = None
         self._is_prepared = False
-        self._prepared: Job | None = None
+        self._prepared: Future[None] | None = None
         self._group = own_group(_SLOWEST_WRITE) if asynchronous else None
         self._background = Background(name="checkpoints")
-        self._in_flight: Job | None = None
+        self._in_flight: Future[None] | None = None
+        self._begun = 0.0
         self._has_warned = False
         self._slowest_seconds = 0.0
 
@@ -104,6 +103,7 @@ class CheckpointStore:
         hidden = self._folder.hidden(step, "saving")
         needed = from_every_rank(lambda: snapshot.bytes_needed)
         from_rank_zero(lambda: self._prepare(hidden, needed))
+        self._begun = time.monotonic()
         if self._group is None:
             self._write(hidden, snapshot, step, facts)
         else:
@@ -115,19 +115,19 @@ class CheckpointStore:
     @property
     def failed(self) -> bool:
         """Whether the unfinished save has failed on this rank; never waits. `wait` raises that on all ranks."""
-        return self._in_flight is not None and self._in_flight.failed
+        return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
 
     @property
     def save_seconds(self) -> float:
         """The longest time that a save took beside the loop on this rank; an unfinished one counts so far."""
-        return max(self._slowest_seconds, 0.0 if self._in_flight is None else self._in_flight.seconds)
+        is_writing = self._in_flight is not None and not self._in_flight.done()
+        return max(self._slowest_seconds, time.monotonic() - self._begun if is_writing else 0.0)
 
     def wait(self) -> None:
         """Finish the unfinished save, if there is one, and raise on all ranks what it raised. Collective then."""
         flight, self._in_flight = self._in_flight, None
         if flight is not None:
             from_every_rank(flight.result)
-            self._slowest_seconds = max(self._slowest_seconds, flight.seconds)
 
     def close(self) -> None:
         """Finish the unfinished save and only log if it failed: the run ends with another error. Not collective."""
@@ -198,6 +198,7 @@ class CheckpointStore:
             files = {name: record for records, _ in shares for name, record in records.items()}
             manifest = Manifest(step=step, files=files, facts=facts)
             from_rank_zero(lambda: self._publish(hidden, manifest), group=self._group)
+            self._slowest_seconds = max(self._slowest_seconds, time.monotonic() - self._begun)
         except Exception:
             if dist.get_rank() == 0:
                 shutil.rmtree(hidden, ignore_errors=True)

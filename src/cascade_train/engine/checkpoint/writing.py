@@ -7,12 +7,10 @@ import io
 import math
 import shutil
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
@@ -235,34 +233,6 @@ def check_space(directory: Path, bytes_by_rank: Iterable[int]) -> None:
         )
 
 
-class Job(Future[None]):
-    """Work for the thread, and its outcome: `result` waits for it, and raises what it raised."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._begun, self._ended = time.monotonic(), math.inf
-
-    @property
-    def failed(self) -> bool:
-        """Whether the work has ended in an error; never waits."""
-        return self.done() and self.exception() is not None
-
-    @property
-    def seconds(self) -> float:
-        """How long the work took, or has taken so far."""
-        return min(time.monotonic(), self._ended) - self._begun
-
-    def do(self, work: Callable[[], object]) -> None:
-        """Do the work and keep what it raises."""
-        failure: BaseException | None = None
-        try:
-            work()
-        except BaseException as error:
-            failure = error
-        self._ended = time.monotonic()
-        self.set_result(None) if failure is None else self.set_exception(failure)
-
-
 class Background:
     """A daemon thread that does one job after the other; it starts with the first.
 
@@ -272,17 +242,17 @@ class Background:
 
     def __init__(self, *, name: str) -> None:
         self._name = name
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Future[None], Callable[[], object]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def begin(self, work: Callable[[], object]) -> Job:
+    def begin(self, work: Callable[[], object]) -> Future[None]:
         """Queue a job; the thread computes on the device that is current when it starts."""
         if self._thread is None:
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
             self._thread = threading.Thread(target=self._run, args=(device,), name=self._name, daemon=True)
             self._thread.start()
-        job = Job()
-        self._jobs.put(partial(job.do, work))
+        job: Future[None] = Future()
+        self._jobs.put((job, work))
         return job
 
     def end(self) -> None:
@@ -295,5 +265,11 @@ class Background:
     def _run(self, device: int | None) -> None:
         if device is not None:
             torch.cuda.set_device(device)  # each thread begins on the first device
-        while (do := self._jobs.get()) is not None:
-            do()
+        while (queued := self._jobs.get()) is not None:
+            job, work = queued
+            try:
+                work()
+            except BaseException as error:
+                job.set_exception(error)
+            else:
+                job.set_result(None)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.parallelize import local
-from cascade_train.engine.checkpoint.manifest import find_fault
+from cascade_train.engine.checkpoint.folder import find_fault
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.faults.bad_step import BadStepError
 from cascade_train.engine.loop import Trainer

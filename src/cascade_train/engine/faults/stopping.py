@@ -129,4 +129,4 @@ def code_of_stop() -> int:
 def seconds_since_start() -> float:
     """Return the age of this process; under torchrun that of torchrun, whose restarts are part of the same job."""
     process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    return time.time() - psutil.Process(process).create_time()
+    return time.time() - float(psutil.Process(process).create_time())

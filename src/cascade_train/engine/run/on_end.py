@@ -25,7 +25,7 @@ _RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", 
 
 
 @contextmanager
-def announced(command: str | None, trainer: Trainer, directory: Path) -> Iterator[None]:
+def run_end_hook(command: str | None, trainer: Trainer, directory: Path) -> Iterator[None]:
     """Run `command`, None = nothing, on rank 0 after the block, also after an error. Not collective."""
     command = command if trainer.world.is_main else None
     try:

@@ -13,14 +13,15 @@ import logging
 import math
 import re
 import statistics
+from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cascade_train.engine.checkpoint.folder import EVALUATIONS
+from cascade_train.engine.checkpoint.folder import EVALUATIONS, CheckpointFolder, evaluations, whole_manifest
 from cascade_train.engine.run.config_difference import find_differences
-from cascade_train.engine.run.records import Metrics, is_number, read_evaluations, read_metrics, step_folders
 from cascade_train.files.durable import remove_abandoned, replacing, to_yaml
 from cascade_train.files.run_folder import exported_step
 from cascade_train.files.untrusted import PICTURE_BYTES, open_regular, read_json, read_mapping, read_rows
@@ -46,6 +47,8 @@ SLOW_DATA = 0.2
 
 Data = dict[str, Any]
 Configs = Mapping[str, Mapping[str, Any]]
+Metrics = Mapping[str, tuple[Sequence[int], Sequence[float]]]
+"""By name, the steps at which a metric was finite, and its values."""
 
 _PICTURE = re.compile(r"(\d+)_(\w+)\.png")
 
@@ -83,7 +86,7 @@ def _template() -> jinja2.Template:
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
 
 
-def hidden(text: Data) -> Data:
+def hide_secrets(text: Data) -> Data:
     """Return values of files as JSON has them, their secrets hidden."""
     plain: Data = json.loads(json.dumps(redacted(text), default=str), parse_constant=str)
     return plain
@@ -115,7 +118,7 @@ def run_data(folder: Path, *, bases: Configs, against: Sequence[Path] = ()) -> D
         "environment": environment,
     }
     return {
-        **hidden(text),
+        **hide_secrets(text),
         "runs": [{"name": name, "series": series(metrics)}, *({"name": n, "series": c} for n, c in curves.items())],
         "noise_levels": noise_levels(steps),
         "samples": samples(steps),
@@ -188,8 +191,8 @@ def notes(folder: Path, metrics: Metrics) -> Iterator[Data]:
 def noise_levels(folders: Mapping[str, Path]) -> list[Data]:
     """Return the unweighted loss over logSNR that the newest grids have a chart of, by label."""
     found = []
-    for label, folder in _spread(folders, MOST_LEVELS):
-        picture: Any = _opened(folder / "loss_by_logsnr.png")
+    for label, folder in _pick_evenly(folders, MOST_LEVELS):
+        picture: Any = _open_picture(folder / "loss_by_logsnr.png")
         with suppress(AttributeError, ValueError, LookupError, TypeError):  # damaged, or none of ours
             points = read_json(picture.info["points"])
             x, y = points["x"], points["y"]
@@ -204,12 +207,12 @@ def samples(folders: Mapping[str, Path]) -> Data:
     Pictures are small JPEGs as data urls, None where a folder lacks one.
     """
     count = max((len(_pictures(folder)) for folder in folders.values()), default=0)
-    chosen = _spread(folders, max(2, MOST_PICTURES // max(count, 1)))
+    chosen = _pick_evenly(folders, max(2, MOST_PICTURES // max(count, 1)))
     rows: dict[int, Data] = {}
     for place, (_, folder) in enumerate(chosen):
         for (number, kind), path in _pictures(folder).items():
             row = rows.setdefault(number, {"caption": "", "pictures": {}})
-            url, caption = _embedded(path)
+            url, caption = _embed_picture(path)
             row["pictures"].setdefault(kind, [None] * len(chosen))[place] = url
             row["caption"] = caption or row["caption"]
     return {"labels": [label for label, _ in chosen], "rows": [rows[number] for number in sorted(rows)]}
@@ -222,9 +225,9 @@ def _pictures(folder: Path) -> dict[tuple[int, str], Path]:
     return {key: path for key, path in found.items() if key[0] < MOST_ROWS}
 
 
-def _embedded(path: Path) -> tuple[str | None, str]:
+def _embed_picture(path: Path) -> tuple[str | None, str]:
     """Return a picture as a data url and its caption; None and nothing where it is damaged."""
-    picture = _opened(path)
+    picture = _open_picture(path)
     if picture is None:
         return None, ""
     small = picture.convert("RGB")
@@ -235,7 +238,7 @@ def _embedded(path: Path) -> tuple[str | None, str]:
     return url, redact(str(picture.info.get("caption", "")))
 
 
-def _opened(path: Path) -> Image.Image | None:
+def _open_picture(path: Path) -> Image.Image | None:
     from PIL import Image  # the list of commands needs none of it
 
     try:
@@ -246,7 +249,7 @@ def _opened(path: Path) -> Image.Image | None:
         return None
 
 
-def _spread(folders: Mapping[str, Path], most: int) -> list[tuple[str, Path]]:
+def _pick_evenly(folders: Mapping[str, Path], most: int) -> list[tuple[str, Path]]:
     """Return at most this many folders, evenly spaced, the first and the last included."""
     every = list(folders.items())
     count = min(most, len(every))
@@ -268,3 +271,47 @@ def _last_values(metrics: Metrics) -> dict[str, str]:
     names = ("step", "samples_seen", "loss", "validate/loss", "validate_ema/loss", "lr", "images_per_second")
     last = {name: float(metrics[name][1][-1]) for name in names if name in metrics}
     return {name: f"{value:,.0f}" if value.is_integer() else f"{value:.6g}" for name, value in last.items()}
+
+
+def read_metrics(folder: Path) -> Metrics:
+    """Return the numbers of a run, line by line: a file of a million steps is larger than what is kept of it."""
+    found: dict[str, tuple[array[int], array[float]]] = defaultdict(lambda: (array("q"), array("d")))
+    for row in read_rows(folder / "metrics.jsonl"):
+        step: Any = row.get("step")
+        for name, value in row.items() if isinstance(step, int) and is_number(step) else ():
+            if is_number(value):
+                steps, values = found[name]
+                steps.append(step)
+                values.append(value)
+    return dict(found)
+
+
+def read_evaluations(folder: Path) -> Metrics:
+    """Return the latest numbers of a run's evaluations, without those of weights that it has replaced."""
+    manifests = [whole_manifest(path) for path in CheckpointFolder(folder / "checkpoints").visible().values()]
+    stamps = {manifest.step: manifest.stamp for manifest in manifests if manifest is not None}
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for step, numbers in evaluations(folder / EVALUATIONS, stamps).items():
+        for name, value in numbers.items():
+            if is_number(step) and is_number(value):
+                found[name][step] = value
+    return {name: (steps := sorted(values), [values[step] for step in steps]) for name, values in found.items()}
+
+
+def step_folders(folder: Path) -> dict[int, Path]:
+    """Return the folders `step_<n>` in a folder, in the order of their steps."""
+    found = {path: path.name.removeprefix("step_") for path in folder.glob("step_*")}
+    return dict(sorted((int(step), path) for path, step in found.items() if step.isdecimal()))
+
+
+def newest_grid(folder: Path, step: int | None = None, name: str = "") -> Path | None:
+    """Return the folder of a run's newest grid of samples, up to a step and with a file of a name where these count."""
+    found = reversed(step_folders(folder / "samples").items())
+    return next((path for at, path in found if (step is None or at <= step) and (path / name).exists()), None)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of JSON is a finite number, and no integer of more than 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < (2**63 if isinstance(value, int) else math.inf)

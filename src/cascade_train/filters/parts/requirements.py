@@ -1,4 +1,4 @@
-"""What filters need that does not ship with the library: files that a user brings, and optional libraries."""
+"""Requirements of filters: files that a user brings, and optional libraries."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ PACKAGES = {"cv2": "OpenCV", "onnxruntime": "onnxruntime"}
 def require(library: str) -> None:
     """Raise a ConfigError that names the extra where a library is not installed; does not import it."""
     if importlib.util.find_spec(library) is None:
-        raise ConfigError(
-            f"task.filter: this filter needs {PACKAGES[library]}, which is not installed. {install_hint('filters')}."
-        )
+        raise ConfigError(f"task.filter: needs {PACKAGES[library]}, which is not installed. {install_hint('filters')}.")
 
 
 @cache
 def opencv() -> Any:
-    """Import OpenCV on one thread: each data worker has one core, and OpenCV's threads do not survive a fork."""
+    """Import OpenCV on one thread: its threads do not survive a fork."""
     import cv2
 
     cv2.setNumThreads(0)
@@ -54,15 +52,13 @@ class WeightsFile:
 
 
 def find_file(source: str, known: WeightsFile) -> Path:
-    """Return the path of a local file, or of `owner/name:file` on the hub, downloaded if needed; else a ConfigError."""
+    """Return the path of a local file, or of `owner/name:file` on the hub; else a ConfigError."""
     path = Path(source).expanduser()
     if path.is_file():
         return path
     on_hub = parse_source(source)
     if on_hub is None or not on_hub.inside:
-        raise ConfigError(
-            f"{known.key}={source}: no such file; give a path that exists, or owner/name:file on the hub. {known}"
-        )
+        raise ConfigError(f"{known.key}={source}: no such file; give a path, or owner/name:file on the hub. {known}")
     try:
         return on_hub.fetch(on_hub.inside)
     except ConfigError:
@@ -75,7 +71,7 @@ def find_file(source: str, known: WeightsFile) -> Path:
 
 
 def load_weights(module: nn.Module, source: str, known: WeightsFile, *, device: torch.device) -> None:
-    """Load a module in place, in fp32, from safetensors or a pickle of tensors; a ConfigError where they do not fit."""
+    """Load a module in fp32 from safetensors or a pickle of tensors; a ConfigError if they do not fit."""
     path = find_file(source, known)
     state = read_tensors(path, known)
     state = {name.removeprefix("module."): value for name, value in state.items()}
@@ -88,7 +84,7 @@ def load_weights(module: nn.Module, source: str, known: WeightsFile, *, device: 
 
 
 def read_tensors(path: Path, known: WeightsFile) -> dict[str, Tensor]:
-    """Read tensors by name, without running code from the file; a ConfigError where it holds something else."""
+    """Read tensors by name, without running code; a ConfigError where there are none."""
     from safetensors.torch import load_file
 
     with parsing(f"{known.key}={path}:", "is neither safetensors nor a pickle of tensors", f"{COPY}. {known}"):
@@ -103,10 +99,11 @@ def read_tensors(path: Path, known: WeightsFile) -> dict[str, Tensor]:
 
 
 @cache
-def open_session(path: Path, known: WeightsFile) -> InferenceSession:
-    """Open a network once in each process, on one thread; a ConfigError where onnxruntime cannot run the file."""
+def open_session(source: str, known: WeightsFile) -> InferenceSession:
+    """Open a network once in each process, on one thread; a ConfigError if it cannot be run."""
     import onnxruntime
 
+    path = find_file(source, known)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3

@@ -1,16 +1,21 @@
-"""Stage C under a control network: features of the map alone, added in front of some residual blocks."""
+"""Stage C under a control network: features of the map alone, added in front of some residual blocks.
+
+Stored as the original's one file, with a header for what the original leaves out.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.cascade.formats.controlnet_file import StoredControl, read_control, save_control
+from cascade_train.files.untrusted import parsing
 from cascade_train.models.cascade.formats.names import recognise_size
 from cascade_train.models.cascade.networks.controlnet import (
     ControlNetwork,
@@ -20,10 +25,52 @@ from cascade_train.models.cascade.networks.controlnet import (
     mirrored_blocks,
 )
 from cascade_train.models.cascade.networks.efficientnet import load_features
+from cascade_train.models.formats.export import check_equal_tensors, checked_error, replaced_directory
+from cascade_train.models.formats.weights import read_tensors, write_tensors
+from cascade_train.models.formats.weights_source import find_part, find_weight_files
 from cascade_train.models.stage import Conditions, Control, ControlOptions, Steering, repeated
 
 if TYPE_CHECKING:
     from cascade_train.models.cascade.networks.unet import CascadeUNet
+
+FORMAT = "cascade_train.controlnet/1"
+PART = "controlnet"
+FILE_NAME = "controlnet.safetensors"
+PUBLISHED_BLOCKS = "[0,4,8,12,51,55,59,63]"
+"""Of the original's canny, inpainting and super_resolution."""
+
+_CHARACTERISTIC = {
+    "backbone.0.0.weight": "effnet",
+    "backbone.10.blocks.0.weight": "large",
+    "backbone.8.weight": "small",
+    "backbone.2.weight": "simple",
+}
+"""A tensor's name -> the only bottleneck that has it, if none before it is there."""
+
+_SIDE = 8
+"""Of the control map, in pixels, on which a file that was written is compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredControl:
+    """A control network as a file holds it; its state dict lies on the host.
+
+    Attributes:
+        base_size: the `model=` name of the network that it controls; None = no published size, or unknown.
+        filter: the configuration node of the filter that made its maps; None = unknown.
+    """
+
+    spec: ControlSpec
+    state: Mapping[str, Tensor]
+    base_size: str | None = None
+    filter: Mapping[str, Any] | None = None
+
+    def network(self) -> ControlNetwork:
+        """Return the network, whose memory is the state dict's."""
+        with torch.device("meta"):
+            network = ControlNetwork(self.spec)
+        network.load_state_dict(self.state, assign=True)
+        return network
 
 
 class FeatureControl(Control):
@@ -66,10 +113,7 @@ class FeatureControl(Control):
         self._check_maps(spec.channels, stored.filter, origin)
         if spec.bottleneck != self.options.bottleneck:
             raise ConfigError(f"{origin}: this control network has task.bottleneck={spec.bottleneck}; set it so")
-        with torch.device("meta"):
-            network = ControlNetwork(spec)
-        network.load_state_dict(stored.state, assign=True)
-        self.module = network.float().to(self.device)
+        self.module = stored.network().float().to(self.device)
 
     def steer(self, control_BCHW: Tensor) -> Steering:
         """Return the features of maps (B, C, h, w), made once."""
@@ -87,9 +131,95 @@ class FeatureControl(Control):
 
 
 def _check_blocks(blocks: Sequence[int], executed: int, origin: str) -> None:
-    unknown = [block for block in blocks if not 0 <= block < executed]
-    if unknown:
+    if unknown := [block for block in blocks if not 0 <= block < executed]:
         raise ConfigError(
             f"{origin}: this model executes {executed} residual blocks, 0 to {executed - 1}, and {unknown[0]} is none "
             "of them; name others, or choose a deeper model"
         )
+
+
+def read_control(source: str, *, key: str, blocks: Sequence[int] | None = None) -> StoredControl:
+    """Read a control network of ours or of the original.
+
+    `source` is a run, its export, a file, or one on the hub (`owner/name:folder/file.safetensors`); `blocks` are those
+    that it controls, where the file does not say. A ConfigError names `key`.
+    """
+    origin = f"{key}={source}"
+    header, tensors = read_tensors(_find(source, key), key, what="control network")
+    bottleneck = next((name for tensor, name in _CHARACTERISTIC.items() if tensor in tensors), None)
+    outer = [name for name in tensors if name.startswith("projections.") and name.endswith(".2.weight")]
+    if bottleneck is None or not outer:
+        first = ", ".join(list(tensors)[:2]) or "nothing"
+        raise ConfigError(f"{origin}: holds no control network, but {first}; name a controlnet.safetensors")
+    with parsing(f"{origin}:"):
+        stem = next(name for name in ("backbone.0.0.weight", "backbone.0.weight") if name in tensors)
+        channels = tensors[stem].shape[1]
+        kind = f"{len(outer)} projections of task.bottleneck={bottleneck} for maps of {channels} channels"
+        spec = ControlSpec(
+            channels=channels,
+            bottleneck=bottleneck,
+            blocks=_blocks(header, blocks, len(outer), f"{origin}: holds {kind}"),
+            widths=tuple(tensors[f"projections.{i}.2.weight"].shape[0] for i in range(len(outer))),
+        )
+        maps = json.loads(header["filter"]) if "filter" in header else None
+        return StoredControl(spec=spec, state=tensors, base_size=header.get("base_size") or None, filter=maps)
+
+
+def _find(source: str, key: str) -> Path:
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        return find_weight_files(source, key=key, part=None)[0]
+    folder = find_part(path, PART, key)
+    if not (folder / FILE_NAME).is_file():
+        raise ConfigError(f"{key}={source}: no {FILE_NAME} in {folder}; name a run of task=controlnet, or a file")
+    return folder / FILE_NAME
+
+
+def _blocks(header: Mapping[str, str], given: Sequence[int] | None, count: int, holds: str) -> tuple[int, ...]:
+    if "blocks" in header:
+        stored = tuple(json.loads(header["blocks"]))
+        if given is not None and tuple(given) != stored:
+            raise ConfigError(
+                f"{holds}, which control the blocks {list(stored)}, not task.blocks={list(given)}; leave "
+                "task.blocks=null"
+            )
+        return stored
+    if given is None:
+        raise ConfigError(
+            f"{holds}, and does not say which blocks they control or which filter made the maps; set task.blocks to "
+            f"these {count} indices, in their order, task.bottleneck and filter@task.filter. The original's published "
+            f"files have task.blocks={PUBLISHED_BLOCKS}; canny is of the filter canny, inpainting of inpaint, "
+            "super_resolution of sr_effnet"
+        )
+    if len(given) != count:
+        raise ConfigError(
+            f"{holds}, task.blocks={list(given)} names {len(given)} blocks; name as many, in the order of the file"
+        )
+    return tuple(given)
+
+
+def save_control(stored: StoredControl, directory: Path) -> float:
+    """Write a control network, replacing `directory` at once, and compare what reads back; return the difference."""
+    header = {
+        "format": FORMAT,
+        "base_size": stored.base_size or "",
+        "blocks": json.dumps(stored.spec.blocks),
+        "bottleneck": stored.spec.bottleneck,
+        "channels": str(stored.spec.channels),
+        "filter": json.dumps(stored.filter),
+    }
+    with replaced_directory(directory) as partial:
+        write_tensors(partial / FILE_NAME, stored.state, header)
+        found = read_control(str(partial / FILE_NAME), key="export")
+        check_equal_tensors(stored.state, found.state, directory)
+        return checked_error(_fixed_output(stored), _fixed_output(found), torch.float32, directory)
+
+
+@torch.no_grad()
+def _fixed_output(stored: StoredControl) -> Tensor:
+    """Return the features that a stored network makes of a fixed map, flat: its projections may still be zero."""
+    network = stored.network()
+    generator = torch.Generator().manual_seed(0)
+    control_BCHW = torch.rand(1, stored.spec.channels, _SIDE, _SIDE, generator=generator)
+    maps = network(control_BCHW).values()
+    return torch.cat([each.flatten() for each in (network.backbone(control_BCHW), *maps)])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cascade_train.files.package import without_siblings
 from cascade_train.models.cascade.formats import names
-from cascade_train.models.family import Draw, Family, Layout, Shape, Spelling
+from cascade_train.models.family import Draw, Family, NameLayout, Shape, Spelling
 
 if TYPE_CHECKING:
     from cascade_train.models.lora import StoredLora
@@ -73,7 +73,7 @@ class Cascade(Family):
             conditions["effnet"] = draw(1, config.effnet_in_channels, 2, 2)
         return (latent, torch.full((1,), 0.5, dtype=latent.dtype)), conditions
 
-    def layout(self, config: Mapping[str, Any]) -> Layout:
+    def layout(self, config: Mapping[str, Any]) -> NameLayout:
         """Return the layout of diffusers' names or the original's."""
         return names.map_keys
 

@@ -1,7 +1,5 @@
 """The frozen CLIP image tower and its preprocessing on the device.
 
-Must not live here: which samples keep their image condition (tasks decide, stage_c.py applies).
-
 Shape legend: B batch, C channels, H W image size, D width.
 """
 
@@ -24,13 +22,9 @@ class ImageEncoder(ClipTower):
     """CLIP's image tower with projection, frozen (Stable Cascade uses ViT-L/14).
 
     Args:
-        image_size_px: side of the square that the tower sees.
-        patch_size_px: side of its patches.
+        image_size_px: side of the square that the tower sees, a multiple of `patch_size_px`.
         antialias: whether a larger image is low-passed as it shrinks to the tower's size, as CLIP's own preprocessing
             does; false = as the original with its torchvision 0.16.
-
-    Raises:
-        ValueError: heads that do not divide the width, or patches that do not divide the image.
     """
 
     key = "image_encoder"
@@ -49,11 +43,7 @@ class ImageEncoder(ClipTower):
             )
 
     def build(self, *, device: torch.device, dtype: torch.dtype) -> None:
-        """Make the frozen tower on `device`.
-
-        Raises:
-            ConfigError: weights that do not exist or have other sizes.
-        """
+        """Make the frozen tower on `device`; a ConfigError for weights that do not exist or have other sizes."""
         from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
         sizes = CLIPVisionConfig(image_size=self.image_size_px, patch_size=self.patch_size_px, **self.sizes)

@@ -1,20 +1,22 @@
 """Stage A as Stage B sees it: a frozen map between images and the latents that Stage B models, both ways.
 
-Must not live here: the training of Stage A (stage_a.py), and semantic latents (semantic_compressor.py).
-
 Shape legend: B batch, C channels, H W image or latent size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from cascade_train.models.frozen_part import LatentCodec
 from cascade_train.options import File, check_blocks
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
 
 ORIGINAL_NAMES = {"vquantizer.codebook.": "vquantizer.embedding."}
 """Beginnings of names that the original and diffusers spell differently."""
@@ -32,11 +34,7 @@ class VQGAN(LatentCodec):
         levels: levels, each of half the resolution; the stride is 2 to this power.
         bottleneck_blocks: residual blocks at the lowest resolution of the decoder.
         embed_dim: width at the lowest resolution.
-        latent_channels: channels of the latent.
         num_vq_embeddings: entries of the codebook.
-
-    Raises:
-        ValueError: a scale factor that is not above 0.
     """
 
     key = "stage_a"
@@ -59,9 +57,7 @@ class VQGAN(LatentCodec):
         self.stride = 2**self.levels
 
     def _make(self) -> tuple[nn.Module, float]:
-        from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
-
-        return PaellaVQModel(**self.arguments), 1.0
+        return empty_vqgan(self.arguments), 1.0
 
     @torch.no_grad()
     def encode(self, image_BCHW: Tensor) -> Tensor:
@@ -72,6 +68,21 @@ class VQGAN(LatentCodec):
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Decode (B, C, H, W) to (B, 3, stride H, stride W) fp32, not clamped."""
         return self.module.decode(latent_BCHW.float() * self.scale_factor).sample
+
+
+def empty_vqgan(arguments: Mapping[str, Any]) -> PaellaVQModel:
+    """Return diffusers' own class on the meta device."""
+    from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel  # only Stage A's
+
+    with torch.device("meta"):
+        return PaellaVQModel(**arguments)
+
+
+def plain_vqgan(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> PaellaVQModel:
+    """Return diffusers' own class around `state`, sharing its memory."""
+    model = empty_vqgan(arguments)
+    model.load_state_dict(dict(state), strict=True, assign=True)
+    return model.requires_grad_(requires_grad=False).eval()
 
 
 def vq_arguments(options: object) -> dict[str, Any]:

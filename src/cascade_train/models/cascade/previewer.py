@@ -1,7 +1,5 @@
 """The previewer: semantic latents to small images for people.
 
-Must not live here: the way to latents (semantic_compressor.py), and full-size decoding (Stage B and A).
-
 Shape legend: B batch, C channels, H W latent size.
 """
 

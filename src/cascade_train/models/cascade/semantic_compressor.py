@@ -1,7 +1,5 @@
 """The semantic compressor: images to the 16-channel latents that Stage C models.
 
-Must not live here: the way back (previewer.py).
-
 Shape legend: B batch, C channels, H W image or latent size.
 """
 
@@ -27,7 +25,6 @@ class SemanticCompressor(FrozenPart):
     """A frozen map from images to latents.
 
     Attributes:
-        latent_channels: channels of the latent.
         stride: image pixels for each latent position.
     """
 
@@ -49,10 +46,7 @@ class SemanticCompressor(FrozenPart):
 
 
 class EfficientNetEncoder(nn.Module):
-    """EfficientNet-V2-S features, a 1x1 convolution and a batch norm without affine part (key names of the original).
-
-    From Stable Cascade, modules/effnet.py. Makes no download.
-    """
+    """EfficientNet-V2-S features, a 1x1 convolution and a batch norm (Stable Cascade, modules/effnet.py)."""
 
     def __init__(self, latent_channels: int = 16) -> None:
         super().__init__()

@@ -1,7 +1,5 @@
 """Stage A: images to latents with a codebook, and back.
 
-Must not live here: its losses (tasks/vqgan.py), and Stage A as a frozen part of Stage B (latent_codec.py).
-
 Shape legend: B batch, C channels, H W image or latent size.
 """
 
@@ -9,18 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cascade_train.models.cascade.family import CASCADE
-from cascade_train.models.cascade.latent_codec import ORIGINAL_NAMES, vq_arguments
-from cascade_train.models.formats.weights import load_module
+from cascade_train.models.cascade.latent_codec import ORIGINAL_NAMES, plain_vqgan, vq_arguments
+from cascade_train.models.formats.export import quiet, read_back_error, reconstruction, replaced_directory
+from cascade_train.models.formats.weights import load_module, replace_prefix
 from cascade_train.models.initialize import initialise
 from cascade_train.models.stage import AutoencoderStage, Images, Save
 from cascade_train.options import File
+
+STAGE_A_FILE = "stage_a.safetensors"
+"""The original's name of Stage A's file."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -28,18 +31,10 @@ class StageA(AutoencoderStage):
     """Stage A of Stable Cascade, at any size. It has no captions, and denoises nothing.
 
     Args:
-        random_encoders: there are none beside the network; here so that `debug=random_weights` fits every model.
+        random_encoders: none beside the network; so that `debug=random_weights` fits every model.
         weights: of the network: hub id, local folder of diffusers, run, or single file, with the original's names or
             diffusers'; null = from scratch.
-        scale_factor: what latents are divided by for Stage B; written into the export.
-        levels: levels, each of half the resolution; the stride is 2 to this power.
-        bottleneck_blocks: residual blocks at the lowest resolution of the decoder.
-        embed_dim: width at the lowest resolution.
-        latent_channels: channels of the latent.
-        num_vq_embeddings: entries of the codebook.
-
-    Raises:
-        ValueError: an image size that does not divide, or a scale factor that is not above 0.
+        scale_factor: what latents are divided by for Stage B; written into the export. The rest is as of `VQGAN`.
     """
 
     family = CASCADE
@@ -101,7 +96,19 @@ class StageA(AutoencoderStage):
 
     def exports(self) -> Mapping[str, Save]:
         """Return `vqgan`, a folder that diffusers loads, and `stage_a`, the original's file."""
-        from cascade_train.models.cascade.formats.export_vqgan import save_vqgan  # heavy: diffusers
+        return {self.part: self._save_folder, "stage_a": self._save_file}
 
-        save = partial(save_vqgan, self.arguments)
-        return {self.part: save, "stage_a": partial(save, original=True)}
+    def _save_folder(self, state: Mapping[str, Tensor], directory: Path) -> float:
+        model = plain_vqgan(self.arguments, state)
+        with replaced_directory(directory) as place, quiet():
+            model.save_pretrained(place)
+            return read_back_error(model, type(model).from_pretrained(place).eval(), directory, reconstruction)
+
+    def _save_file(self, state: Mapping[str, Tensor], directory: Path) -> float:
+        model, originals = plain_vqgan(self.arguments, state), {new: old for old, new in ORIGINAL_NAMES.items()}
+        tensors = {replace_prefix(name, originals): each.contiguous() for name, each in state.items()}
+        with replaced_directory(directory) as place, quiet():
+            save_file(tensors, place / STAGE_A_FILE, metadata={"format": "pt"})
+            stored = load_file(place / STAGE_A_FILE).items()
+            loaded = plain_vqgan(self.arguments, {replace_prefix(n, ORIGINAL_NAMES): each for n, each in stored})
+            return read_back_error(model, loaded, directory, reconstruction)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cascade_train.batch import Batch
-from cascade_train.models.cascade.denoising import CascadeStage
+from cascade_train.models.cascade.stage_c import CascadeStage
 from cascade_train.models.frozen_part import LatentCodec
 from cascade_train.models.stage import Conditions, Images, Save, Tokens, to_device
 
@@ -28,8 +29,8 @@ class Drawn:
 
     Attributes:
         sizes: of each image in front of the compressor.
-        noise_BCHW: fp32 standard normal on the host, at the latents of images that do not shrink; smaller latents get
-            its first rows and columns. None = no noise.
+        noise_BCHW: fp32 standard normal on the host, as large as latents of unshrunken images; smaller latents get its
+            first rows and columns. None = no noise.
     """
 
     sizes: Sequence[Size]
@@ -47,11 +48,7 @@ class StageB(CascadeStage):
         shrink_range: smallest and largest factor by which images shrink in front of the compressor, in (0, 1].
         semantic_noise: standard deviation of the noise on semantic latents in training, so that the network tolerates
             errors of Stage C (Ho et al. 2022, section 4.2); 0 = none, as in the original.
-        semantic_compressor: images to the semantic latents that are a condition.
         stage_a: images to the latents that are modelled, and back.
-
-    Raises:
-        ValueError: factors or noise out of range.
     """
 
     name = "stage_b"
@@ -63,8 +60,7 @@ class StageB(CascadeStage):
         ("effnet_in_channels", "semantic_compressor", "latent_channels"),
         ("clip_text_pooled_in_channels", "text_encoder", "projection_dim"),
     )
-    encoded_by = "stage_a"
-    decoded_by = "stage_a"
+    encoded_by = decoded_by = "stage_a"
     image_keep_prob = 0.9
     guidance_scale = 1.1
     needs_image = True
@@ -161,12 +157,9 @@ class StageB(CascadeStage):
             latents |= dict(zip(members, self._noised(encoded, members, drawn).split(1), strict=True))
         if len(set(drawn.sizes)) > 1:
             _, height, width = self.latent_shape(*image_BCHW.shape[-2:])
-            patch = self.network_config.arguments["patch_size"]
-            target = (height // patch, width // patch)
-            latents = {
-                i: functional.interpolate(latent, target, mode="bilinear", align_corners=True)
-                for i, latent in latents.items()
-            }
+            target = (height // self.network_config.patch_size, width // self.network_config.patch_size)
+            resize = partial(functional.interpolate, size=target, mode="bilinear", align_corners=True)
+            latents = {i: resize(latent) for i, latent in latents.items()}
         return torch.cat([latents[i] for i in range(len(drawn.sizes))])
 
     def _noised(self, latent_BCHW: Tensor, members: list[int] | slice, drawn: Drawn | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Stage C: semantic latents from text and, optionally, an image.
+"""Stage C: semantic latents from text and, optionally, an image; and what it has in common with Stage B.
 
 Shape legend: B batch, C channels, H W image or latent size, L text tokens, D width.
 """
@@ -8,18 +8,57 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from cascade_train.models.cascade.denoising import CascadeStage
+from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.image_encoder import ImageEncoder
 from cascade_train.models.cascade.previewer import Previewer
+from cascade_train.models.cascade.semantic_compressor import SemanticCompressor
+from cascade_train.models.cascade.unet_config import CascadeUNetConfig
+from cascade_train.models.denoising_stage import DenoisingStage
+from cascade_train.models.initialize import Rule, unet_rule
 from cascade_train.models.stage import Conditions, Control, ControlOptions, Images, Save, Tokens, product, to_device
+from cascade_train.options import Free
 
 if TYPE_CHECKING:
     from cascade_train.models.cascade.stage_b import StageB
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class CascadeStage(DenoisingStage):
+    """A stage whose network is a `CascadeUNet`, with the original's initialisation where it has no weights.
+
+    Args:
+        kernels: "fused" = GELU, response norm and dropout of a residual block as one operator; "eager" = one by one.
+        semantic_compressor: images to semantic latents.
+    """
+
+    family = CASCADE
+    noise_unit = "time"
+    multiple_of = "semantic_compressor"
+
+    kernels: Free[Literal["eager", "fused"]] = "eager"
+    network: CascadeUNetConfig
+    semantic_compressor: SemanticCompressor
+
+    def _build_network(self, dtype: torch.dtype) -> None:
+        from cascade_train.models.cascade.networks.response_norm import set_kernels  # heavy: diffusers
+
+        super()._build_network(dtype)
+        set_kernels(self.network, self.kernels)
+
+    def _rule(self) -> Rule:
+        return unet_rule(self.network_config.residual_blocks)
+
+    def _text_of(self, tokens: Tokens) -> dict[str, Tensor]:
+        """Return `clip_text` (B, L, D) and `clip_text_pooled` (B, 1, D)."""
+        text, pooled = self.text_encoder.encode(tokens)
+        if pooled is None:
+            raise AssertionError("a tower without projection is refused before")
+        return {"clip_text": text, "clip_text_pooled": pooled}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -28,7 +67,6 @@ class StageC(CascadeStage):
 
     Args:
         image_encoder: frozen image tower; null = the image condition is always zeros.
-        semantic_compressor: images to latents.
         previewer: latents to small images.
     """
 
@@ -63,11 +101,7 @@ class StageC(CascadeStage):
         super().__post_init__()
 
     def conditions(
-        self,
-        tokens: Tokens,
-        images: Images | None = None,
-        keep_image_B: Tensor | None = None,
-        drawn: Any = None,
+        self, tokens: Tokens, images: Images | None = None, keep_image_B: Tensor | None = None, drawn: Any = None
     ) -> Conditions:
         """Encode captions and images to `clip_text` (B, L, D), `clip_text_pooled` (B, 1, D), `clip_img` (B, 1, D').
 

@@ -1,8 +1,7 @@
-"""Weights out: files and folders that other programs load, each read back and compared before it counts.
+"""Weights out: files and folders that other programs load, each read back and compared before it replaces another.
 
-Lives here: how a result takes its place, the comparison, and single modules. Takes plain state dicts, gathered from
-their shards, on one process. Must not live here: pipelines (export_pipelines.py), adapters (export_lora.py),
-checkpoints (engine/).
+Takes plain state dicts, gathered from their shards, on one process. Must not live here: pipelines
+(export_pipelines.py), adapters (export_lora.py), checkpoints (engine/).
 """
 
 from __future__ import annotations
@@ -29,20 +28,25 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ROUNDINGS = 32
 """Largest allowed difference of outputs relative to the largest, in machine epsilons of the written dtype.
 
-The tensors themselves must come back bit for bit; kernels may round otherwise where memory is aligned otherwise.
+Tensors must be equal bit for bit; kernels round differently where memory is aligned differently.
 """
 
 NO_ROOM = "Free space there, or give another folder; what was there before is as it was."
 
 PART_FILE = "model.safetensors"
-"""What is looked for in the folder of a part."""
 
 _PROBE_PX = 32
 
 
-def network_config(network: nn.Module) -> dict[str, Any]:
-    """Return the diffusers config of a denoising network."""
-    return dict(network.config)
+def model_spec(own: Mapping[str, str], title: str, *, is_lora: bool) -> dict[str, str]:
+    """Return the entries of a header by Stability's ModelSpec 1.0.1; `own` is of `Family.model_spec`."""
+    architecture = own["modelspec.architecture"]
+    return {
+        **own,
+        "modelspec.sai_model_spec": "1.0.1",
+        "modelspec.architecture": f"{architecture}/lora" if is_lora else architecture,
+        "modelspec.title": title,
+    }
 
 
 def build_plain_network(family: Family, config: Mapping[str, Any], state: Mapping[str, Tensor] | None) -> Any:
@@ -61,8 +65,8 @@ def save_network(
     """Write a denoising network's weights alone, replacing `out`; return the largest relative difference.
 
     `state` is the whole state dict with diffusers' keys, on the host, in the dtype to be written. `format`: "diffusers"
-    makes a folder, "original" a file that ends in `.safetensors`, which not every family has (ConfigError). What reads
-    back differently is a RunError, and `out` is as it was.
+    makes a folder, "original" a file that ends in `.safetensors`, which not every family has (ConfigError). A RunError
+    where it reads back differently.
     """
     stored_state = family.original_state(state) if format == "original" else {}
     network, predict = build_plain_network(family, config, state), partial(fixed_prediction, family)
@@ -98,12 +102,12 @@ def fixed_prediction(family: Family, network: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def reconstruction(model: nn.Module) -> Tensor:
-    """Return what an autoencoder of diffusers makes of a fixed picture, (1, 3, H, W)."""
+    """Return the reconstruction of a fixed picture by an autoencoder of diffusers, (1, 3, H, W)."""
     return model(torch.rand(1, 3, _PROBE_PX, _PROBE_PX, generator=torch.Generator().manual_seed(0))).sample
 
 
 def read_back_error(written: nn.Module, loaded: nn.Module, out: Path, output: Callable[[nn.Module], Tensor]) -> float:
-    """Compare (RunError) a module with what was read back of it; return the relative difference of a fixed output."""
+    """Compare a module with the one read back (RunError); return the relative difference of a fixed output."""
     check_equal_tensors(written.state_dict(), loaded.state_dict(), out)
     return checked_error(output(written), output(loaded), written.dtype, out)
 

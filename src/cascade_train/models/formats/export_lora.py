@@ -1,7 +1,4 @@
-"""Adapters out: in each format, read back and compared before it counts, or merged into a network's weights.
-
-Must not live here: the formats themselves (lora_files*.py), what an adapter does (lora.py).
-"""
+"""Adapters out: in each format, read back and compared, or merged into a network's weights."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ from cascade_train.models.family import Family
 from cascade_train.models.formats.export import (
     build_plain_network,
     checked_error,
+    model_spec,
     replaced_directory,
     replaced_file,
 )
@@ -34,13 +32,9 @@ from cascade_train.models.formats.lora_files import (
     write_single_file,
 )
 from cascade_train.models.formats.lora_files_keyed import write_keyed, write_token_files
-from cascade_train.models.formats.model_spec import model_spec
 from cascade_train.models.lora import LoraSpec, StoredLora, adapted_modules, magnitude_factor
 
 log = logging.getLogger(__name__)
-
-EMBEDDINGS = "embeddings"
-"""Folder with new tokens as diffusers' pipelines load them, a file for each."""
 
 
 def save_lora(
@@ -52,9 +46,8 @@ def save_lora(
 ) -> float:
     """Write adapters as peft's folder and as one file with metadata, replacing `directory` at once.
 
-    Where diffusers' pipelines load any of the family, they are there a third time, as these do. All are read back for a
-    network of that diffusers config, and each layer's contribution is compared (RunError). `metadata` is added to the
-    single file's header.
+    Where diffusers' pipelines load any of the family, theirs is a third file. All are read back for a network of that
+    diffusers config, and each layer's contribution is compared (RunError).
     """
     modules = module_shapes(build_plain_network(family, network_config, None))
     read = partial(read_lora, key="export", family=family, modules=modules)
@@ -67,7 +60,7 @@ def save_lora(
             again = read(str(place / DIFFUSERS_FILE))
             errors.append(lora_error(replace(lora, tokens=None, tokens_2=None), again, directory))
             if lora.tokens is not None:
-                write_embeddings(place / EMBEDDINGS, lora)
+                write_embeddings(place / "embeddings", lora)
         return max(errors)
 
 
@@ -83,9 +76,9 @@ def export_lora(
     """Write adapters of a network, which may lie on meta, in one of its family's `lora_formats`, replacing `out`.
 
     `out` is a folder for "peft", else a file that ends in `.safetensors`. Trained tokens are written as embeddings in
-    `<stem>.embeddings` where the format has no place for them; for anything else it has none for, a ConfigError.
-    `metadata` is added to the header, of "comfyui" and "kohya" with `title` and what else `model_spec`
-    says. What reads back differently is a RunError.
+    `<stem>.embeddings` where the format does not support them; a ConfigError for anything else that it does not.
+    `metadata` is added to the header, of "comfyui" and "kohya" with `model_spec`. A RunError where it reads back
+    differently.
     """
     family: Family = network.family
     if format not in family.lora_formats:
@@ -124,9 +117,9 @@ def export_lora(
 
 
 def lora_error(expected: StoredLora, found: StoredLora, path: Path) -> float:
-    """Return the largest difference of two files' contributions to a fixed input, relative to the largest.
+    """Return the largest relative difference of two files' contributions to a fixed input, magnitudes and tokens.
 
-    Compares every adapted layer of network and text encoder, DoRA's magnitudes, and the trained tokens (RunError).
+    A RunError where other modules or tokens are there.
     """
     pairs = ((expected.tokens, found.tokens), (expected.tokens_2, found.tokens_2))
     if any((one is None) != (other is None) for one, other in pairs):
@@ -142,10 +135,7 @@ def lora_error(expected: StoredLora, found: StoredLora, path: Path) -> float:
 
 
 def _contributions(lora: StoredLora) -> list[dict[str, Tensor]]:
-    """Return what adapts the network, the text encoder and its vocabulary, by name.
-
-    Of a module: (alpha / rank) B A x for a fixed x, and its magnitude; of a token: its row.
-    """
+    """Return (alpha / rank) B A x for a fixed x, magnitudes and rows, of network, text encoders and tokens by name."""
     of_tokens = [each for each in (lora.tokens, lora.tokens_2) if each is not None]
     rows = [dict(zip(each.strings, each.rows, strict=True)) for each in of_tokens]
     states = (lora.state, lora.text_encoder, lora.text_encoder_2)

@@ -1,7 +1,7 @@
-"""Frozen linear layers in 8 bits, for what trains on or beside them: codes and scales, dequantized where they are used.
+"""Frozen linear layers in 8 bits, dequantized where they are used.
 
 Symmetric codes, rounded to the nearest, with a scale for each block of a row, as in weight-only quantization of
-torchao and bitsandbytes. Must not live here: what is quantized when (assembly/model.py), moments of optimizers.
+torchao and bitsandbytes. Must not live here: which layers are quantized (assembly/model.py), moments of optimizers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def encode(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight (out, in) that codes stand for."""
+    """Return the weight (out, in) of codes and scales."""
     blocks = codes.to(dtype).unflatten(1, (scales.shape[1], -1))
     return (blocks * scales.to(dtype).unsqueeze(2)).flatten(1)
 
@@ -46,7 +46,7 @@ def blocks_of(inputs: int) -> int:
 
 
 class _Product(torch.autograd.Function):
-    """A linear layer that keeps codes for backward, not the weight that they stand for."""
+    """A linear layer that keeps codes for backward, not the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -71,7 +71,7 @@ class Int8Linear(nn.Module):
     """
 
     def __init__(self, layer: nn.Linear) -> None:
-        """Take the place of a layer, of its mode; from the meta device without values, see `fill_codes`."""
+        """Encode a layer, with its mode; of one on the meta device without values, see `fill_codes`."""
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         codes, scales = encode(layer.weight.detach(), layer.weight.dtype)
@@ -98,7 +98,7 @@ def quantize(modules: Iterable[nn.Module]) -> int:
 
 
 def fill_codes(fill: Callable[[Shares], None], shares: Shares) -> None:
-    """Let `fill` write memory by the names of a network, and codes and scales through rows in fp32, few at a time."""
+    """Fill memory by the names of a network with `fill`, codes and scales through rows in fp32, few at a time."""
     codes = {name: share for name, share in shares.items() if share[0].dtype == torch.int8}
     scales = {f"{name.removesuffix('.weight')}{SCALE}" for name in codes}
     fill({name: share for name, share in shares.items() if name not in codes and name not in scales})

@@ -1,7 +1,4 @@
-"""Adapters on disk: our file with metadata, peft's folder, and the one way in for every format.
-
-Must not live here: foreign formats (lora_files_keyed.py, lora_files_original.py), and exports (export_lora.py).
-"""
+"""Adapters on disk: our file with metadata, the folders of peft and diffusers, and the one way in for every format."""
 
 from __future__ import annotations
 
@@ -45,14 +42,12 @@ TOKEN_ROWS = {"text_encoder": "token_rows", "text_encoder_2": "token_rows_2"}
 DIFFUSERS_HEADER = "lora_adapter_metadata"
 _PEFT_PREFIX = "base_model.model."
 _ALPHA = "lora_alpha"  # of every adapter of a peft folder, from its configuration
-_MAGNITUDE = ".lora_magnitude_vector"
 
 
 def write_single_file(path: Path, lora: StoredLora, metadata: Mapping[str, str]) -> None:
-    """Write adapters as one file whose header describes them and names the base they belong to.
+    """Write adapters as one file whose header describes them and names their base; `metadata` is added to it.
 
-    Those of the text encoder get the prefix `text_encoder.`, trained tokens are `token_rows`; a second one has
-    `text_encoder_2.` and `token_rows_2`. `metadata` is added to the header.
+    Those of text encoders get the prefix `text_encoder.` or `text_encoder_2.`, trained tokens are `TOKEN_ROWS`.
     """
     spec = lora.spec
     header = {
@@ -74,8 +69,7 @@ def write_single_file(path: Path, lora: StoredLora, metadata: Mapping[str, str])
 def write_peft_folder(folder: Path, lora: StoredLora) -> None:
     """Write adapters as `PeftModel.from_pretrained` reads them, into an existing folder.
 
-    Adapters of text encoders become folders `text_encoder` and `text_encoder_2` of the same form in it; trained tokens,
-    which peft has no place for here, `tokens.safetensors` beside them.
+    Adapters of text encoders become folders of the same form in it, trained tokens `TOKENS_FILE` beside them.
     """
     _write_adapter(folder, lora.state, lora.spec)
     for tower, (state, _) in lora.towers().items():
@@ -88,36 +82,45 @@ def write_peft_folder(folder: Path, lora: StoredLora) -> None:
 
 
 def write_diffusers_file(folder: Path, lora: StoredLora, root: str) -> None:
-    """Write adapters as `load_lora_weights` of diffusers' pipelines reads them; `root` is what these call the network.
+    """Write adapters as `load_lora_weights` of diffusers' pipelines reads them; `root` is their name of the network.
 
-    Rank and alpha lie in the header, as diffusers writes them; trained tokens have no place in it, see
+    Rank and alpha lie in the header, as diffusers writes them; trained tokens have a file of their own, see
     `write_embeddings`.
     """
-    from peft import LoraConfig
-
-    spec, tensors, facts = lora.spec, dict[str, Tensor](), dict[str, object]()
+    tensors, facts = dict[str, Tensor](), dict[str, object]()
     for prefix, state in {root: lora.state, **{tower: each for tower, (each, _) in lora.towers().items()}}.items():
-        names = adapted_modules(state)
-        if names:
-            config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, use_dora=spec.dora).to_dict()
-            config["target_modules"] = [_ending(name) for name in names]
-            facts |= {f"{prefix}.{key}": value for key, value in config.items() if _is_plain(value)}
-        short = {name.replace(f"{_MAGNITUDE}.weight", _MAGNITUDE): value for name, value in state.items()}
-        tensors |= {f"{prefix}.{name}": value for name, value in short.items()}
+        if state:
+            config = _peft_config(state, lora.spec).to_dict().items()
+            plain = bool | int | float | str | list
+            facts |= {f"{prefix}.{key}": value for key, value in config if value is None or isinstance(value, plain)}
+        tensors |= _peft_tensors(state, f"{prefix}.")
     header = {"format": "pt", DIFFUSERS_HEADER: json.dumps(facts, indent=2, sort_keys=True)}
     write_tensors(folder / DIFFUSERS_FILE, tensors, header)
 
 
-def _ending(name: str) -> str:
-    """Return what the name of a module ends with in every version of transformers; peft finds it by that."""
-    return name.removeprefix("text_model.")
+def _write_adapter(folder: Path, state: Mapping[str, Tensor], spec: LoraSpec) -> None:
+    _peft_config(state, spec, inference_mode=True).save_pretrained(str(folder))
+    write_tensors(folder / ADAPTER_FILE, _peft_tensors(state, _PEFT_PREFIX), {"format": "pt"})
+
+
+def _peft_config(state: Mapping[str, Tensor], spec: LoraSpec, **options: Any) -> Any:
+    from peft import LoraConfig
+
+    config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, use_dora=spec.dora, **options)
+    # endings that names have in every version of transformers; peft would make a set, whose order is not fixed
+    config.target_modules = [name.removeprefix("text_model.") for name in adapted_modules(state)]
+    return config
+
+
+def _peft_tensors(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    short = ".lora_magnitude_vector"
+    return {f"{prefix}{name.replace(f'{short}.weight', short)}": value for name, value in state.items()}
 
 
 def write_embeddings(folder: Path, lora: StoredLora) -> None:
-    """Write each new token as `load_textual_inversion` of diffusers takes it, into a new folder.
+    """Write each new token into a file of a new folder, as `load_textual_inversion` of diffusers takes it.
 
-    One file for each: the token's row by its name; of two text encoders `clip_l` and `clip_g`, which are loaded one by
-    one. Other programs read the latter too.
+    It holds the token's row by its name; of two text encoders `clip_l` and `clip_g`, as other programs read it too.
     """
     towers = {tower: tokens for tower, (_, tokens) in lora.towers().items() if tokens is not None}
     rows = {tower: dict(zip(tokens.strings, tokens.rows, strict=True)) for tower, tokens in towers.items()}
@@ -133,27 +136,11 @@ def write_embeddings(folder: Path, lora: StoredLora) -> None:
         write_tensors(folder / f"{token_file(token)}.safetensors", tensors, {"token": token})
 
 
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | list)
-
-
-def _write_adapter(folder: Path, state: Mapping[str, Tensor], spec: LoraSpec) -> None:
-    from peft import LoraConfig
-
-    config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, use_dora=spec.dora, inference_mode=True)
-    names = [_ending(name) for name in adapted_modules(state)]
-    config.target_modules = names  # peft makes a set of it, whose order differs between processes
-    config.save_pretrained(str(folder))
-    short = {name.replace(f"{_MAGNITUDE}.weight", _MAGNITUDE): value for name, value in state.items()}
-    tensors = {f"{_PEFT_PREFIX}{name}": value for name, value in short.items()}
-    write_tensors(folder / ADAPTER_FILE, tensors, {"format": "pt"})
-
-
 _OF_TOKENS = {"tokens": "strings", "token_ids": "ids", "token_is_new": "is_new"}
 
 
 def _tokens_of(lora: StoredLora) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the rows of trained tokens, and what describes them in a header."""
+    """Return the rows of trained tokens, and the entries of a header that describe them."""
     tensors, header = dict[str, Tensor](), dict[str, str]()
     for tower, (_, tokens) in lora.towers().items():
         if tokens is not None:
@@ -179,17 +166,13 @@ def read_lora(
     modules: Mapping[str, Shape],
     module_filters: Sequence[str] | None = DEFAULT_FILTERS,
 ) -> StoredLora:
-    """Read adapters of any known format that fit a network.
+    """Read adapters of any known format that fit a network of these modules, see `module_shapes`.
 
-    Args:
-        source: one file (ours, ComfyUI's, kohya's, dotted names, or the original's), a peft folder, or a run of ours.
-        key: the config key that named the source.
-        family: of the network.
-        modules: the network's modules and the shapes of their weights, see `module_shapes`.
-        module_filters: which modules a file of the original adapts; other formats name them.
+    `source` is one file (ours, ComfyUI's, kohya's, dotted names, or the original's), a peft folder, or a run.
+    `module_filters` are the modules that a file of the original adapts; other formats name them.
 
     Raises:
-        ConfigError: nothing there, not adapters that this library reads, or adapters of another model.
+        ConfigError: no such file, no adapters in a known format, or adapters of another model.
     """
     origin = f"{key}={source}"
     if not Path(source).expanduser().exists():
@@ -206,7 +189,7 @@ def read_lora(
 
 
 def _read_adapters(source: str, key: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return header and tensors of a file, or those of a peft folder and what lies in it as one file's."""
+    """Return header and tensors of a file, or of a peft folder and the folders in it as if they were one file."""
     path = Path(source).expanduser()
     path = find_part(path, "lora", key) if path.is_dir() else path
     if not path.is_dir():
@@ -309,10 +292,7 @@ def module_shapes(network: nn.Module) -> dict[str, Shape]:
 def refill_lora(
     network: nn.Module, source: str, *, key: str = "from", module_filters: Sequence[str] | None = DEFAULT_FILTERS
 ) -> StoredLora:
-    """Give the adapters that a whole network already carries their stored values; return all that was stored.
-
-    See `read_lora`. A ConfigError where modules, rank or alpha differ.
-    """
+    """Load stored values into a whole network's adapters, and return them; errors also where rank or alpha differ."""
     modules = module_shapes(network)
     lora = read_lora(source, key=key, family=network.family, modules=modules, module_filters=module_filters)
     spec, carried = lora.spec, lora_spec(network)
@@ -326,10 +306,7 @@ def refill_lora(
 
 
 def fill_adapters(network: nn.Module, state: Mapping[str, Tensor], origin: str) -> None:
-    """Give the adapters that a network carries their values, by plain names; a ConfigError if they are others.
-
-    Of a text encoder the names may be those of files, see `tower_name`.
-    """
+    """Set the values of a network's adapters, by plain names or `tower_name`; a ConfigError if they are others."""
     if not hasattr(network, "text_model"):
         state = {name.removeprefix("text_model."): value for name, value in state.items()}
     wanted = {

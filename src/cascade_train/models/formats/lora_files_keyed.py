@@ -1,7 +1,4 @@
-"""Adapters under ComfyUI's and kohya's names: one safetensors file, one name per adapted module.
-
-Both spell a module's path with underscores. What a family's modules are called, it says itself (`Family.spelling`).
-"""
+"""Adapters under ComfyUI's and kohya's names: one safetensors file, one name with underscores per adapted module."""
 
 from __future__ import annotations
 
@@ -56,10 +53,7 @@ class Adapter:
 
 
 def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, spelling: Spelling) -> None:
-    """Write adapters under the names of another program.
-
-    Trained tokens are not part of these formats, see `write_token_files`. `metadata` is added to the header.
-    """
+    """Write adapters under the names of another program, without trained tokens; `metadata` is added to the header."""
     tensors: dict[str, Tensor] = {}
     of_towers = ((spelling.text_encoder, lora.text_encoder), (SECOND_PREFIX, lora.text_encoder_2))
     states = ((spelling.network, lora.state), *of_towers)
@@ -83,7 +77,7 @@ def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, sp
 
 
 def write_token_files(folder: Path, lora: StoredLora) -> None:
-    """Write each trained token as an embedding that ComfyUI finds by file name, into `folder` (made anew)."""
+    """Write each trained token into `folder`, as an embedding that ComfyUI finds by file name."""
     assert lora.tokens is not None
     folder.mkdir(parents=True, exist_ok=True)
     for string, row in zip(lora.tokens.strings, lora.tokens.rows, strict=True):
@@ -110,7 +104,7 @@ def read_keyed(
 ) -> StoredLora:
     """Read adapters under ComfyUI's, kohya's or dotted names, for a family's network with these modules.
 
-    `alpha` is that of every adapter; None = as the tensors say. A ConfigError names what does not belong or lacks.
+    `alpha` is that of every adapter; None = that of the tensors. A ConfigError names what is missing or unexpected.
     """
     found, names = _collect(tensors, origin), _known_names(family, [*modules])
     network: dict[str, Adapter] = {}
@@ -133,7 +127,7 @@ def read_keyed(
 def _collect(tensors: Mapping[str, Tensor], origin: str) -> dict[str, Adapter]:
     found: dict[str, Adapter] = {}
     for name, tensor in tensors.items():
-        ending = next((end for end in sorted(_HALVES, key=len, reverse=True) if name.endswith(end)), None)
+        ending = next((end for end in _HALVES if name.endswith(end)), None)
         if ending is None:
             raise ConfigError(f"{origin}: {name} is no part of a low-rank adapter; other kinds are not read")
         setattr(found.setdefault(name.removesuffix(ending), Adapter()), _HALVES[ending], tensor)
@@ -171,10 +165,7 @@ def _text_name(stem: str) -> tuple[str, str] | None:
 
 
 def _unify(network: Mapping[str, Adapter], text: Mapping[str, Mapping[str, Adapter]]) -> StoredLora:
-    """Bring adapters to one rank and alpha without changing what they compute.
-
-    Smaller ranks are filled up with zeros; where alpha / rank differs, it is multiplied into the up half.
-    """
+    """Convert adapters to one rank and alpha: pad ranks with zeros, multiply other scales into the up half."""
     adapters = [*network.values(), *(adapter for tower in text.values() for adapter in tower.values())]
     rank = max(a.down.shape[0] for a in adapters if a.down is not None)
     scales = {a.scale for a in adapters}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import check_floating, parsing
-from cascade_train.models.family import Family, Layout, Shape, Stored, own_names
+from cascade_train.models.family import Family, NameLayout, Shape, Stored, own_names
 from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.initialize import InitialValues, Shares, materialise
 
@@ -34,7 +34,7 @@ class StoredTensors:
     alone, possibly under `state_dict`; others are a ConfigError that names `key`.
     """
 
-    def __init__(self, files: Sequence[Path], *, key: str, layout: Layout = own_names) -> None:
+    def __init__(self, files: Sequence[Path], *, key: str, layout: NameLayout = own_names) -> None:
         self._files, self._key, self._layout = files, key, layout
         self._stack = ExitStack()
         self._holders: dict[str, Any] = {}
@@ -92,13 +92,20 @@ def open_weights(
     *,
     key: str = "model.weights",
     part: str | tuple[str, ...] | None = None,
-    layout: Layout = own_names,
+    layout: NameLayout = own_names,
 ) -> StoredTensors:
     """Find weights (see `find_weight_files`) and return their tensors as a context manager.
 
     `layout` says how stored names become the module's, see `Family.layout`.
     """
     return StoredTensors(find_weight_files(source, key=key, part=part), key=key, layout=layout)
+
+
+def read_belonging(source: str, key: str, part: str | None, belongs: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Return the stored tensors that belong to a part, or all where none is named as in a file of several parts."""
+    with open_weights(source, key=key, part=part) as tensors:
+        names = list(tensors.shapes())
+        return {name: tensors.read(name).clone() for name in [n for n in names if belongs(n)] or names}
 
 
 def load_pickle(file: Path, key: str) -> dict[str, Tensor]:
@@ -174,30 +181,17 @@ def read_tensors(path: Path, key: str, *, what: str) -> tuple[dict[str, str], di
     return header, tensors
 
 
-def load_network(
-    network: nn.Module,
-    source: str,
-    *,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    key: str = "model.weights",
-    part: str | None = None,
-) -> None:
-    """Load a denoising network in place, tensor by tensor; diffusers' keys or the original's.
+def load_state(
+    network: nn.Module, source: str, *, dtype: torch.dtype | None, key: str = "model.weights", part: str | None = None
+) -> dict[str, Tensor]:
+    """Load a denoising network on the host in place, by diffusers' keys or the original's; return its state dict.
 
     It may lie on the meta device. `dtype` None = that of the first stored tensor; `part` None = whichever of the
-    family's is there. A ConfigError names the model that other weights belong to.
+    family's exists. A ConfigError names the model that other weights belong to.
     """
     with _open_network(network, source, key=key, part=part) as tensors:
         _check_network(network, tensors, f"{key}={source}")
-        _put(network, tensors, dtype or tensors.read(next(iter(tensors.shapes()))).dtype, device)
-
-
-def load_state(
-    network: nn.Module, source: str, *, dtype: torch.dtype | None, key: str, part: str | None = None
-) -> dict[str, Tensor]:
-    """Load a network on the host, as `load_network`, and return its state dict."""
-    load_network(network, source, dtype=dtype, device=torch.device("cpu"), key=key, part=part)
+        _put(network, tensors, dtype or tensors.read(next(iter(tensors.shapes()))).dtype, torch.device("cpu"))
     return network.state_dict()
 
 
@@ -221,7 +215,7 @@ def _open_network(network: nn.Module, source: str, *, key: str, part: str | None
 
 
 class StoredValues(InitialValues):
-    """The values of a denoising network that lie in files; arguments and errors as of `load_network`."""
+    """The values of a denoising network that lie in files; arguments and errors as of `load_state`."""
 
     def __init__(self, network: nn.Module, source: str, *, key: str = "model.weights", part: str | None = None) -> None:
         self._tensors = _open_network(network, source, key=key, part=part)

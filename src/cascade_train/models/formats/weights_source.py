@@ -1,7 +1,4 @@
-"""Where weights lie: from what a user writes (hub ids, folders, files, runs) to files on this machine.
-
-Must not live here: reading tensors (weights.py).
-"""
+"""Paths of weights on this machine, of the hub ids, folders, files and runs that users name."""
 
 from __future__ import annotations
 
@@ -24,12 +21,6 @@ SINGLE_FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 PIPELINE = "pipeline"
 """Folder of an export that holds a whole model of another family than the cascade, with a folder for each part."""
 
-PIPELINE_INDEX = "model_index.json"
-"""What says which pipeline a folder of diffusers holds."""
-
-LONGEST_FILE_NAME = 255
-"""Bytes, of every usual file system."""
-
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 """Stems of weight files in folders of diffusers and transformers."""
 
@@ -37,7 +28,7 @@ PACKAGED = {"package:tiny": Path(__file__).parents[1] / "tiny_weights"}
 """Weights that ship with the package: a folder with one folder for each part, fp16."""
 
 CONFIG_FILES = ("config.json",)
-"""What transformers reads beside a tower's weights."""
+"""Read by transformers beside a tower's weights."""
 
 TOKENIZER_FILES = (
     "vocab.json",
@@ -47,7 +38,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
-"""What transformers reads of a tokenizer, as far as it is there."""
+"""Read by transformers of a tokenizer, where they exist."""
 
 _ENDINGS = (
     ".safetensors",
@@ -62,13 +53,10 @@ _PREFERRED = tuple(stem + ending for ending in _ENDINGS for stem in STEMS)
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsSpec:
-    """The files that a part of a model loads.
+    """The files that a part of a model loads; `key`, `source` and `part` as of `find_weight_files`.
 
     Attributes:
-        key: the config key that names the source.
-        source: see `find_weight_files`.
-        part: the folder of a pipeline or an export that is meant, see `find_weight_files`.
-        beside: files that are loaded too, as far as they are there.
+        beside: files that are loaded too, where they exist.
         weights: whether weights are among them; a tokenizer has none.
     """
 
@@ -84,7 +72,7 @@ _found: dict[Any, list[Path]] | None = None  # within `weights_found_once`
 
 @contextmanager
 def weights_found_once() -> Iterator[None]:
-    """Look for each source once within the block, here or on the hub: what is recorded is what was loaded."""
+    """Look for each source once within the block, here or on the hub, so that the recorded files are those loaded."""
     global _found
     _found = {}
     try:
@@ -112,16 +100,10 @@ def find_weight_files(
 ) -> list[Path]:
     """Return the files that hold the weights named by `source`, downloading from the hub if needed.
 
-    Args:
-        source: a single file; a folder of diffusers or transformers (one file or shards with an index); a pipeline's
-            folder; a run of ours (its `export/`); a hub id, `owner/name[@revision][:subfolder]` or `…:file`; or one
-            of `PACKAGED`, or a folder in it.
-        key: the config key that named the source, for messages.
-        part: the folder of a pipeline or an export that is meant; of several, whichever is there, the first on the
-            hub; None = the source itself.
-
-    Raises:
-        ConfigError: nothing there, no weights in it, or a hub id that cannot be had.
+    `source`: a single file; a folder of diffusers or transformers (one file or shards with an index); a pipeline's
+    folder; a run (its `export/`); a hub id, `owner/name[@revision][:subfolder]` or `…:file`; or one of `PACKAGED`, or a
+    folder in it. `part`: the folder of a pipeline or an export; of several, whichever exists, the first on the hub;
+    None = the source itself. A ConfigError, which names `key`, where there are no weights.
     """
     path = local_path(source)
     if path.is_file():
@@ -148,19 +130,19 @@ def find_pipeline(source: str) -> tuple[Path, str] | None:
     """Return the folder of a pipeline of diffusers that a source is or holds, and its class; None = there is none."""
     root = local_path(source)
     for folder in (root, root / PIPELINE, root / "export" / PIPELINE):
-        index = folder / PIPELINE_INDEX
+        index = folder / "model_index.json"
         if index.is_file():
             return folder, str(stored_mapping(index).get("_class_name"))
     return None
 
 
 def is_packaged(source: str) -> bool:
-    """Return whether a source names what ships with the package, or a folder in it: `package:tiny/decoder`."""
+    """Return whether a source is one of `PACKAGED`, or a folder in it: `package:tiny/decoder`."""
     return source.partition("/")[0] in PACKAGED
 
 
 def local_path(source: str) -> Path:
-    """Return where a source lies on this machine if it does, which nothing checks."""
+    """Return the path of a source on this machine, which may not exist."""
     name, _, inside = source.partition("/")
     return PACKAGED[name] / inside if name in PACKAGED else Path(source).expanduser()
 
@@ -186,11 +168,11 @@ def find_part(folder: Path, part: str, key: str) -> Path:
             f"whose export/{part} is read, or export it: cascade-train export from={run} step={step} out=…"
         )
     if (folder / "export").is_dir() or is_run(folder) or (folder / "lora").is_dir():
-        raise ConfigError(f"{key}={folder}: this run has left no export/{part}{_left_instead(folder, part)}")
+        raise ConfigError(f"{key}={folder}: this run has left no export/{part}{_describe_exports(folder, part)}")
     return folder
 
 
-def _left_instead(folder: Path, part: str) -> str:
+def _describe_exports(folder: Path, part: str) -> str:
     export = folder if (folder / "lora").is_dir() else folder / "export"
     left = sorted(child.name for child in export.iterdir() if child.is_dir()) if export.is_dir() else []
     if not left:
@@ -233,7 +215,7 @@ def shard_names(index: Path, key: str) -> list[str]:
         )
     names = sorted(set(tensors.values()))
     for name in names:
-        is_name = name.endswith(SINGLE_FILE_SUFFIXES) and len(name.encode(errors="replace")) <= LONGEST_FILE_NAME
+        is_name = name.endswith(SINGLE_FILE_SUFFIXES) and len(name.encode(errors="replace")) <= 255  # bytes
         if not is_name or "/" in name or "\\" in name:
             raise ConfigError(
                 f"{key}={index}: names {shortened(name, LONGEST_NAME)!r}, which is no file of weights beside it; an "
@@ -244,17 +226,13 @@ def shard_names(index: Path, key: str) -> list[str]:
 
 @_once
 def hub_files(spec: WeightsSpec) -> list[Path]:
-    """Return the files of a spec that names the hub, downloaded if needed; a ConfigError if they cannot be had."""
+    """Return the files of a spec on the hub, downloaded if needed; a ConfigError if they cannot be reached."""
     source, names = hub_names(spec)
     return [_fetch(source, name, spec) for name in names]
 
 
 def hub_names(spec: WeightsSpec) -> tuple[HubSource, list[str]]:
-    """Return the repository of a spec and the names of its files there; of large files nothing is downloaded.
-
-    Raises:
-        ConfigError: no hub id, no weights in it, or a hub that cannot be asked.
-    """
+    """Return the repository of a spec and the names of its files there, without downloading weights."""
     source = parse_source(spec.source)
     if source is None or (not source.inside and spec.source.endswith(SINGLE_FILE_SUFFIXES)):
         raise ConfigError(
@@ -265,8 +243,10 @@ def hub_names(spec: WeightsSpec) -> tuple[HubSource, list[str]]:
     if folder.endswith(SINGLE_FILE_SUFFIXES):
         return source, [folder]
     prefix = f"{folder}/" if folder else ""
-    wanted = [(prefix + name,) for name in spec.beside]
-    found = _there(source, [*wanted, *([tuple(prefix + name for name in _PREFERRED)] if spec.weights else [])], spec)
+    wanted: list[tuple[str, ...]] = [(prefix + name,) for name in spec.beside]
+    if spec.weights:
+        wanted.append(tuple(prefix + name for name in _PREFERRED))
+    found = _find_on_hub(source, wanted, spec)
     if not found or (spec.weights and not found[-1].endswith(_ENDINGS)):
         raise ConfigError(
             f"{spec.key}={spec.source}: {source.repo} holds no weights in {folder!r}; name the subfolder after a colon"
@@ -276,8 +256,8 @@ def hub_names(spec: WeightsSpec) -> tuple[HubSource, list[str]]:
     return source, found
 
 
-def _there(source: HubSource, wanted: list[tuple[str, ...]], spec: WeightsSpec) -> list[str]:
-    """Return the first that the repository has of each list of names; a ConfigError if nothing is known of it."""
+def _find_on_hub(source: HubSource, wanted: list[tuple[str, ...]], spec: WeightsSpec) -> list[str]:
+    """Return the first that the repository has of each list of names; a ConfigError if the hub cannot be reached."""
     found: list[str] = []
     offline: Exception | None = None
     for names in wanted:

@@ -26,13 +26,8 @@ class PatchDiscriminator(nn.Module):
         for layer in range(1, layers + 1):
             wider = channels * min(2**layer, 8)
             size, stride = (4, 2) if layer < layers else (3, 1)
-            blocks.append(
-                nn.Sequential(
-                    nn.Conv2d(width, wider, size, stride=stride, padding=1, bias=False),
-                    nn.GroupNorm(math.gcd(32, wider), wider),
-                    nn.LeakyReLU(0.2),
-                )
-            )
+            convolution = nn.Conv2d(width, wider, size, stride=stride, padding=1, bias=False)
+            blocks.append(nn.Sequential(convolution, nn.GroupNorm(math.gcd(32, wider), wider), nn.LeakyReLU(0.2)))
             width = wider
         self.blocks = nn.ModuleList(blocks)
         self.head = nn.Conv2d(width, 1, 3, padding=1)

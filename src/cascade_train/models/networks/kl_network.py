@@ -1,7 +1,5 @@
 """The network of a KL autoencoder as it trains: diffusers' `AutoencoderKL`, all of it through `forward`.
 
-Must not live here: losses (tasks/autoencoder_kl.py), and the autoencoder as a frozen part (autoencoder_kl.py).
-
 Shape legend: B batch, C latent channels, H W image size, h w latent size.
 """
 
@@ -19,7 +17,7 @@ from cascade_train.models.networks.block_network import BlockNetwork
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstructed:
-    """What the network makes of images.
+    """The output of the network for images.
 
     Attributes:
         image_BCHW: (B, 3, H, W) fp32 reconstructions in [0, 1], not clamped.
@@ -44,19 +42,19 @@ class KLNetwork(BlockNetwork, AutoencoderKL):
         return [[level] for level in levels]
 
     def encoder_modules(self) -> list[nn.Module]:
-        """Return what makes latents."""
+        """Return the modules from image to latent."""
         return [self.encoder, self.quant_conv]
 
     def decoder_modules(self) -> list[nn.Module]:
-        """Return what makes images of latents."""
+        """Return the modules from latent to image."""
         return [self.post_quant_conv, self.decoder]
 
     def forward(self, sample: Tensor, *, normal_BChw: Tensor | None = None, only: str | None = None) -> Any:
         """Encode, draw latents and decode; everything through `forward`, so that a sharded network is gathered.
 
-        `sample` is (B, 3, H, W) float in [0, 1]. `normal_BChw`, (B, C, h, w) standard normal, says where in their
-        distribution the latents lie; None = at its mean. Returns a `Reconstructed`, but with `only="encode"` the means
-        (B, C, h, w) alone, and with "decode" images (B, 3, H, W) fp32 of latents (B, C, h, w).
+        `sample` is (B, 3, H, W) float in [0, 1], `normal_BChw` (B, C, h, w) standard normal for the draw; None = the
+        latents' means. Returns a `Reconstructed`; with `only="encode"` the means (B, C, h, w) alone, with "decode"
+        images (B, 3, H, W) fp32 of latents (B, C, h, w).
         """
         if only == "decode":
             return self._images_of(sample)

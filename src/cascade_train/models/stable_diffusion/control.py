@@ -1,19 +1,28 @@
-"""Stable Diffusion under a control network: a copy of the UNet's way down that sees the map too (Zhang et al. 2023)."""
+"""Stable Diffusion under a control network: a copy of the UNet's way down that sees the map too (Zhang et al. 2023).
+
+Stored as diffusers' folder, whose file names in its header the filter that made the maps.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from diffusers import ControlNetModel
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.weights import check_fit, shapes_of
+from cascade_train.files.untrusted import parsing, stored_mapping
+from cascade_train.models.formats.export import quiet, read_back_error, replaced_directory
+from cascade_train.models.formats.weights import check_fit, open_weights, shapes_of, write_tensors
+from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.initialize import ZEROS, DrawnValues, Fill, materialise, torch_rule
-from cascade_train.models.stable_diffusion.formats.controlnet_folder import read_controlnet, save_controlnet
-from cascade_train.models.stable_diffusion.networks.controlnet import ConditionControlNet, empty_controlnet
+from cascade_train.models.stable_diffusion.formats.single_file import original_layout
+from cascade_train.models.stable_diffusion.networks.unet import ConditionControlNet, empty_controlnet
 from cascade_train.models.stage import Conditions, Control, ControlOptions, Steering, repeated
 
 if TYPE_CHECKING:
@@ -21,6 +30,17 @@ if TYPE_CHECKING:
 
 OWN = "controlnet_"
 """Beginning of the names of what the UNet has not: features of the map, and the layers that begin at zero."""
+
+PART = "controlnet"
+FILE_NAME = "diffusion_pytorch_model.safetensors"
+FILTER = "filter"
+"""Key of the header: the filter's configuration node, as JSON."""
+
+FIRST_LAYER = "controlnet_cond_embedding.conv_in.weight"
+"""What every control network has, of any family of diffusers' UNets."""
+
+UNSEEN = {"controlnet_conditioning_channel_order": "rgb", "global_pool_conditions": False}
+"""Options of diffusers' control networks that no tensor shows, and the values that networks have here."""
 
 OF_STAGE_C = {"blocks": None, "bottleneck": "effnet", "backbone_weights": None}
 """Options that mean nothing here, and the values that stand for that."""
@@ -58,17 +78,13 @@ class UNetControl(Control):
 
     def load(self, source: str, *, key: str) -> None:
         """Take the network of a run, its export, or one of diffusers or the original code."""
-        stored, origin = read_controlnet(source, dict(self._stage.network.config), key=key), f"{key}={source}"
-        self._check_maps(stored.channels, stored.filter, origin)
+        origin = f"{key}={source}"
+        state, made_by = read_controlnet(source, dict(self._stage.network.config), key=key)
+        self._check_maps(state[FIRST_LAYER].shape[1], made_by, origin)
         network = self._empty()
-        check_fit(
-            shapes_of(network.state_dict()),
-            shapes_of(stored.state),
-            origin,
-            what="no control network of this model",
-            remedy="choose the model= that it was trained on",
-        )
-        network.load_state_dict(stored.state, assign=True)
+        what, remedy = "no control network of this model", "choose the model= that it was trained on"
+        check_fit(shapes_of(network.state_dict()), shapes_of(state), origin, what=what, remedy=remedy)
+        network.load_state_dict(state, assign=True)
         self.module = nn.Module.to(network, device=self.device, dtype=torch.float32)
 
     def steer(self, control_BCHW: Tensor) -> Steering:
@@ -105,3 +121,70 @@ def check_options(options: ControlOptions, family: str) -> None:
                 f"task.{key}={value}: is for control networks of Stage C; those of {family} are copies of the "
                 f"network's way down. Set it to {'null' if unset is None else unset}."
             )
+
+
+def read_controlnet(
+    source: str, config: Mapping[str, Any], *, key: str
+) -> tuple[dict[str, Tensor], Mapping[str, Any] | None]:
+    """Read a control network for a UNet of this diffusers config.
+
+    `source` is a run, its export, a folder of diffusers, a single file of diffusers' names or the original's, or one of
+    these on the hub. Returns the tensors under diffusers' names, and the configuration node of the maps' filter.
+    """
+    origin, layout = f"{key}={source}", original_layout(config, r".*zero_convs\.", "convert_controlnet_checkpoint")
+    with open_weights(source, key=key, part=PART, layout=layout) as tensors:
+        names = list(tensors.shapes())
+        if FIRST_LAYER not in names:
+            raise ConfigError(
+                f"{origin}: holds no control network of Stable Diffusion, but {', '.join(names[:2]) or 'nothing'}; "
+                "name a run of task=controlnet, or a folder or file of one"
+            )
+        state = {name: tensors.read(name).float().clone() for name in names}
+    file = find_weight_files(source, key=key, part=PART)[0]
+    _check_unseen(file.parent / "config.json", origin)
+    header: dict[str, str] = {}
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as stored:
+            header = stored.metadata() or {}
+    with parsing(f"{origin}:"):
+        return state, json.loads(header[FILTER]) if FILTER in header else None
+
+
+def _check_unseen(path: Path, origin: str) -> None:
+    """Refuse a network whose configuration, where there is one, says what its tensors do not and what is not here."""
+    stored = stored_mapping(path)
+    for name, usual in UNSEEN.items():
+        if stored.get(name, usual) != usual:
+            raise ConfigError(
+                f"{origin}: has {name}={stored[name]} in its config.json, and control networks have {usual} here; name "
+                "another"
+            )
+
+
+def save_controlnet(
+    config: Mapping[str, Any], state: Mapping[str, Tensor], made_by: Mapping[str, Any], directory: Path
+) -> float:
+    """Write a folder that `ControlNetModel.from_pretrained` loads, replacing `directory` at once.
+
+    `made_by` is the configuration node of the maps' filter. Returns the relative difference of what the network makes
+    of a fixed map after reading it back; a RunError leaves `directory` as it was.
+    """
+    with torch.device("meta"):
+        network = ControlNetModel.from_config({n: value for n, value in config.items() if not n.startswith("_")})
+    network.load_state_dict(state, strict=True, assign=True)
+    with replaced_directory(directory) as partial, quiet():
+        network.save_config(partial)
+        write_tensors(partial / FILE_NAME, state, {"format": "pt", FILTER: json.dumps(made_by)})
+        loaded = ControlNetModel.from_pretrained(partial, torch_dtype=network.dtype)
+        return read_back_error(network.eval(), loaded.eval(), directory, _fixed_output)
+
+
+@torch.no_grad()
+def _fixed_output(network: nn.Module) -> Tensor:
+    """Return the features of a fixed map, flat: what comes of them may still be zero."""
+    embedding: Any = network.get_submodule("controlnet_cond_embedding")
+    first, generator = embedding.conv_in, torch.Generator().manual_seed(0)
+    x_BCHW = torch.rand(1, first.in_channels, 16, 16, generator=generator).to(first.weight.dtype)
+    for layer in (first, *embedding.blocks):
+        x_BCHW = nn.functional.silu(layer(x_BCHW))
+    return x_BCHW.float().flatten()

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cascade_train.models.family import Draw, Family, Layout, Spelling
-from cascade_train.models.stable_diffusion.formats import model_spec, original_names, single_file
+from cascade_train.models.family import Draw, Family, NameLayout, Spelling
+from cascade_train.models.stable_diffusion.formats import original_names, single_file
 
 USES = {
     "lora": "`lora/` is a LoRA of Stable Diffusion: `pipeline.load_lora_weights('lora')` of diffusers, with the base's "
@@ -56,14 +56,13 @@ class StableDiffusionFamily(Family):
             added = {"added_cond_kwargs": {"text_embeds": draw(1, pooled), "time_ids": draw(1, 6)}}
         return (draw(1, config.in_channels, side, side), torch.tensor([500]), text), added
 
-    def layout(self, config: Mapping[str, Any]) -> Layout:
+    def layout(self, config: Mapping[str, Any]) -> NameLayout:
         """Return the layout of diffusers' names, or of the network in a file of a whole model."""
         return single_file.unet_layout(config)
 
     def spelling(self, format: str, modules: Sequence[str]) -> Spelling:
         """Return kohya's names: diffusers' of 1.x and 2.x, of XL the original's and `lora_te1_` for the first tower."""
-        is_xl = "add_embedding.linear_1" in modules
-        return self.spellings(modules)[is_xl]
+        return self.spellings(modules)["add_embedding.linear_1" in modules]
 
     def spellings(self, modules: Sequence[str]) -> list[Spelling]:
         """Return kohya's names, diffusers' and the original's."""
@@ -77,13 +76,11 @@ class StableDiffusionFamily(Family):
 
     def model_spec(self, config: Mapping[str, Any], *, is_lora: bool, prediction: str | None) -> dict[str, str]:
         """Return architecture, resolution, prediction and kohya's version, as sd-scripts writes them."""
-        return model_spec.of_unet(config, is_lora=is_lora, prediction=prediction)
+        return original_names.of_unet(config, is_lora=is_lora, prediction=prediction)
 
     def save_single_file(self, folder: Path, out: Path, *, dtype: torch.dtype | None, title: str) -> float:
         """Write a pipeline's folder as one file under the original code's names, see `Family.save_single_file`."""
-        from cascade_train.models.stable_diffusion.formats.export_single_file import save_single_file  # heavy
-
-        return save_single_file(folder, out, dtype=dtype, title=title)
+        return single_file.save_single_file(folder, out, dtype=dtype, title=title)
 
 
 STABLE_DIFFUSION = StableDiffusionFamily()

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cascade_train.batch import Batch
 from cascade_train.models.autoencoder_kl import KLAutoencoder
 from cascade_train.models.denoising_stage import DenoisingStage
-from cascade_train.models.formats.weights import StoredValues
-from cascade_train.models.initialize import DrawnValues, torch_rule
 from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from cascade_train.models.stable_diffusion.unet_config import ConditionUNetConfig
 from cascade_train.models.stage import Conditions, Control, ControlOptions, Images, Save, Tokens, below, to_device
@@ -36,9 +34,6 @@ class StableDiffusion(DenoisingStage):
     Args:
         network: architecture of the network.
         vae: images to the latents that are modelled, and back.
-
-    Raises:
-        ValueError: frozen parts without weights, where `random_encoders` does not ask for seeded values.
     """
 
     family = STABLE_DIFFUSION
@@ -52,9 +47,7 @@ class StableDiffusion(DenoisingStage):
         ("out_channels", "vae", "latent_channels"),
         ("cross_attention_dim", "text_encoder", "hidden_size"),
     )
-    multiple_of = "vae"
-    encoded_by = "vae"
-    decoded_by = "vae"
+    multiple_of = encoded_by = decoded_by = "vae"
     image_keep_prob = 0.0
     guidance_scale = 7.5
     guidance_rescale = 0.0
@@ -79,19 +72,11 @@ class StableDiffusion(DenoisingStage):
                     "model.random_encoders=true to try a machine"
                 )
 
-    def _build_network(self, dtype: torch.dtype) -> None:
-        self.network = self.network_config.build()
-        nn.Module.to(self.network, dtype)  # diffusers' own `to` warns about modules to keep in fp32
-        if self.weights is None:
-            self._values = DrawnValues(self.network, torch_rule(self.network), seed=self.seed)
-        else:
-            self._values = StoredValues(self.network, self.weights, part=self.part)
-
     def _networks(self) -> list[Any]:
         return [self.network, *([] if self._control is None else [self._control.module])]
 
     def set_attention(self, name: str) -> None:
-        """Choose the attention kernel of the network and its control network, see `attention.set_attention`."""
+        """Choose the attention kernel of the network and its control network, see `block_network.set_attention`."""
         for network in self._networks():
             network.set_attention(name)
 
@@ -139,11 +124,7 @@ class StableDiffusion(DenoisingStage):
         return {"encoder_hidden_states": self._encode_text(tokens)["text"]}
 
     def predict(
-        self,
-        noised_BCHW: Tensor,
-        timestep_ratio_B: Tensor,
-        cond: Conditions,
-        control: dict[int, Tensor] | None = None,
+        self, noised_BCHW: Tensor, timestep_ratio_B: Tensor, cond: Conditions, control: dict[int, Tensor] | None = None
     ) -> Tensor:
         """Run the network on noised latents (B, C, H, W) at (B,) fp32 timesteps; same shape out."""
         return self.network(noised_BCHW, timestep_ratio_B, **self.inputs(noised_BCHW, cond), control=control)
@@ -177,15 +158,11 @@ class StableDiffusion(DenoisingStage):
         return {"pipeline": self._save}
 
     def _save(self, state: Mapping[str, Tensor], directory: Path) -> float:
-        from cascade_train.models.stable_diffusion.formats.export_pipeline import (
-            save_pipeline,  # heavy: diffusers' pipelines
-        )
+        from cascade_train.models.stable_diffusion.formats import export_pipeline  # heavy: diffusers' pipelines
 
-        trained = [name for name, encoder in self.text_encoders().items() if encoder.train]
-        if not trained:
-            return save_pipeline(self, state, directory)
-        towers = {name: below(name, state) for name in trained}
-        return save_pipeline(self, below("network", state), directory, towers)
+        towers = {name: below(name, state) for name, encoder in self.text_encoders().items() if encoder.train}
+        network = below("network", state) if towers else state
+        return export_pipeline.save_pipeline(self, network, directory, towers)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -266,24 +243,19 @@ class StableDiffusionXL(StableDiffusion):
         keep_image_B: Tensor | None = None,
         drawn: Drawn | None = None,
     ) -> Conditions:
-        """Encode captions to `encoder_hidden_states` (B, L, D), those of both towers side by side, and `text_embeds`.
+        """Encode captions to `encoder_hidden_states` (B, L, D) of both towers side by side, and pooled `text_embeds`.
 
-        The latter are pooled, (B, D'). `time_ids` (B, 6) are among them where `drawn` has them.
+        The latter are (B, D'). `time_ids` (B, 6) are among them where `drawn` has them.
         """
         made = self._encode_text(tokens)
-        cond = {
-            "encoder_hidden_states": torch.cat([made["text"], made["text_2"]], dim=-1),
-            "text_embeds": made["pooled"],
-        }
+        text = torch.cat([made["text"], made["text_2"]], dim=-1)
+        cond = {"encoder_hidden_states": text, "text_embeds": made["pooled"]}
         if drawn is not None and "time_ids" in drawn:
             cond["time_ids"] = to_device(drawn["time_ids"], made["text"].device)
         return cond
 
     def inputs(self, noised_BCHW: Tensor, cond: Conditions) -> Conditions:
-        """Return conditions with `time_ids`; where they had none, of whole pictures of the latents' size.
-
-        As diffusers' pipeline does.
-        """
+        """Return conditions with `time_ids`; by default, as in diffusers, of whole pictures of the latents' size."""
         if "time_ids" in cond:
             return cond
         sides = [side * self.vae.stride for side in noised_BCHW.shape[-2:]]

@@ -20,8 +20,7 @@ from cascade_train.config.groups import option_files
 from cascade_train.distributed.consensus import from_every_rank
 from cascade_train.distributed.process_group import World
 from cascade_train.errors import ConfigError, install_hint
-from cascade_train.models.clip_score import ClipScore
-from cascade_train.models.image_quality import check_installed, image_quality, load_inception, load_lpips
+from cascade_train.models.image_quality import ClipScore, check_installed, image_quality, load_inception, load_lpips
 
 PACKAGED_FEATURES = "package:tiny"
 """Names the compressor of the tiny cascade, whose features need no file."""

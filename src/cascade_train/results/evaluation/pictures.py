@@ -27,7 +27,7 @@ from cascade_train.assembly.samples import build_painter
 from cascade_train.batch import Batch
 from cascade_train.config.saved import composed
 from cascade_train.data.data_set import Rows, open_data_set
-from cascade_train.data.loading.worker import Failure, MicroBatches
+from cascade_train.data.loading.worker import MicroBatches
 from cascade_train.data.order.plan import Step
 from cascade_train.data.source import Source
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
@@ -98,8 +98,8 @@ class Originals:
         rows = self._rows.rows[list(numbers)]
         height, width = self._sizes_N2[numbers[0]].tolist()
         made = self._reader[Step(rows=rows, epochs=np.zeros_like(rows), height=height, width=width)]
-        if isinstance(made, Failure):
-            raise RunError(f"{self.name}: {made.text}. Mend or remove it.")
+        if isinstance(made, RunError):
+            raise RunError(f"{self.name}: {made}. Mend or remove it.")
         return made
 
     def images(self, numbers: Sequence[int]) -> list[Tensor]:

@@ -15,8 +15,7 @@ from typing import TypeVar
 from cascade_train.config.schema import ParallelMode
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.distributed.process_group import World
-from cascade_train.engine.checkpoint.folder import CheckpointFolder
-from cascade_train.engine.checkpoint.manifest import Manifest, whole_manifest
+from cascade_train.engine.checkpoint.folder import CheckpointFolder, Manifest, whole_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.run.lock import LOCK_NAME
 from cascade_train.errors import ConfigError

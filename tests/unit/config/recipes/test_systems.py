@@ -225,14 +225,8 @@ def test_sd_scripts_training_and_dataset_files(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_what_sd_scripts_does_by_itself_is_taken_or_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = {
-        "train.json": {
-            "train_data_dir": str(tmp_path / "data"),
-            "resolution": "512,768",
-            "network_dim": 8,
-            "network_module": "networks.lora",
-        }
-    }
+    given = {"train_data_dir": str(tmp_path / "data"), "resolution": "512,768", "network_dim": 8}
+    small = {"train.json": given | {"network_module": "networks.lora"}}
     for name in ("3_cats", "1_dogs"):
         (tmp_path / "data" / name).mkdir(parents=True)
     cfg = imported(tmp_path, small, "model=c_1b", "flags=--train_batch_size 6 --flip_aug")
@@ -243,9 +237,7 @@ def test_what_sd_scripts_does_by_itself_is_taken_or_left(tmp_path: Path, capsys:
     })  # fmt: skip
     assert "train.max_steps=1600; its default" in capsys.readouterr().out
     ours = imported(tmp_path, small, "model=c_1b", "behaviour=ours")
-    check(ours, {
-        "train.max_steps": 10000, "task.alpha": 4.0, "task.cond_drop_prob": 0.05,
-    })  # fmt: skip
+    check(ours, {"train.max_steps": 10000, "task.alpha": 4.0, "task.cond_drop_prob": 0.05})
 
 
 def test_everydream_with_the_files_that_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,24 +253,19 @@ def test_everydream_with_the_files_that_it_names(tmp_path: Path, capsys: pytest.
         "data.captions.tags.keep_first": 2,
     })  # fmt: skip
     assert (cfg.data.aspect_ratios, cfg.data.flip_prob, cfg.model.image_size) == ("wide", 0.5, 768)
-    assert cfg.lr_scheduler._target_.endswith("CosineSchedule")
+    assert cfg.lr_scheduler._target_.endswith("CosineDecaySchedule")
     said = capsys.readouterr().out
     assert "enable_zero_terminal_snr: the schedule is the objective's" in said
-    assert "disable_textenc_training: text towers of Stable Diffusion" in said.replace(
-        "optimizer.text_encoder_overrides.lr, ", ""
-    )
+    assert "disable_textenc_training: text towers of" in said.replace("optimizer.text_encoder_overrides.lr, ", "")
     assert (cfg.checkpoint.every_epochs, cfg.checkpoint.every_steps) == (EVERYDREAM["save_every_n_epochs"], None)
 
 
 def test_a_file_that_is_named_and_not_there_is_left_to_the_user(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cfg = imported(tmp_path, {"train.json": EVERYDREAM}, "model=c_1b")
-    assert cfg.optimizer.lr == 1e-6
-    assert (
-        "optimizer_config: optimizer.json is left: optimizer.json is not in the folder of the file"
-        in capsys.readouterr().out
-    )
+    assert imported(tmp_path, {"train.json": EVERYDREAM}, "model=c_1b").optimizer.lr == 1e-6
+    why = "optimizer_config: optimizer.json is left: optimizer.json is not in the folder of the file"
+    assert why in capsys.readouterr().out
 
 
 def test_mindones_yaml_with_its_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,9 +295,7 @@ def test_onetrainers_training_of_stage_c(tmp_path: Path, capsys: pytest.CaptureF
     })  # fmt: skip
     assert cfg.ema.device == "cpu"
     assert set(cfg.data.sources) == {"my_cats", "others"}
-    check(cfg, {
-        "data.repeats": {"my_cats": 2.0}, "data.loss_weights": {"others": 0.5}, "data.flip_prob": 0.5,
-    })  # fmt: skip
+    check(cfg, {"data.repeats": {"my_cats": 2.0}, "data.loss_weights": {"others": 0.5}, "data.flip_prob": 0.5})
     assert (cfg.data.sources.my_cats.caption_from, cfg.data.sources.others.caption_from) == ("name", "file")
     said = capsys.readouterr().out
     assert "hf_secret" not in said
@@ -343,9 +328,7 @@ def test_simpletuners_environment_file_and_backends_alone(tmp_path: Path) -> Non
         "# a comment\nexport MODEL_FAMILY='sdxl'\nexport LEARNING_RATE=8e-5 # fast\nMAX_NUM_STEPS=\"500\"\necho hi\n"
     )
     cfg = imported(tmp_path, {"config.env": lines}, "model=c_tiny", more=("data.path=cats",))
-    check(cfg, {
-        "optimizer.lr": 8e-5, "train.max_steps": 500, "train.global_batch_size": 4,
-    })  # fmt: skip
+    check(cfg, {"optimizer.lr": 8e-5, "train.max_steps": 500, "train.global_batch_size": 4})
     cfg = imported(tmp_path, {"backends.json": BACKENDS}, "model=c_tiny", "behaviour=ours", more=("task=lora",))
     assert cfg.data.path == "/data/cats"
 
@@ -353,18 +336,10 @@ def test_simpletuners_environment_file_and_backends_alone(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "arguments", "message"),
     [
-        (
-            {"train_data_dir": "a", "learning_rate": "fast"},
-            (),
-            "learning_rate becomes optimizer.lr here, and its value",
-        ),
+        ({"train_data_dir": "a", "learning_rate": "fast"}, (), "learning_rate becomes optimizer.lr here, and its"),
         ({"train_data_dir": "a", "train_batch_size": "two"}, (), "train_batch_size='two' must be a whole number"),
         ({"train_data_dir": "a", "max_train_epochs": 1.5}, (), "max_train_epochs becomes train.max_epochs here"),
-        (
-            {"train_data_dir": "a", "resolution": "big"},
-            (),
-            "resolution='big' is of another type than its trainer reads",
-        ),
+        ({"train_data_dir": "a", "resolution": "big"}, (), "resolution='big' is of another type than its trainer"),
         ({"train_data_dir": "a", "lr_warmup_steps": "few"}, (), "reads: the warmup must be a number of steps"),
         ({"network_dim": -1, "network_module": "networks.lora"}, (), "network_dim becomes task.rank here"),
         ({"a": 1}, (), "Name its trainer by system="),
@@ -372,6 +347,7 @@ def test_simpletuners_environment_file_and_backends_alone(tmp_path: Path) -> Non
         ({"train_data_dir": "a"}, ("flags=3",), "must begin with a flag such as --seed, not with 3"),
         ({"train_data_dir": "a"}, ('flags="--a \'b"',), "cannot be read: No closing quotation"),
         ("a = ", (), "cannot be read as TOML"),
+        ([1, 2], (), "holds no keys and values"),
     ],
 )
 def test_a_wrong_value_is_named_and_nothing_is_written(
@@ -383,12 +359,6 @@ def test_a_wrong_value_is_named_and_nothing_is_written(
     assert launch(["recipe", "import", str(source), f"out={out}", "model=c_tiny", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
-
-
-def test_a_list_that_is_no_backends_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.json").write_text("[1, 2]")
-    assert launch(["recipe", "import", str(tmp_path / "a.json"), f"out={tmp_path}/experiment/a.yaml"]) == 2
-    assert "holds no keys and values" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -443,14 +413,9 @@ def test_mindones_edm_and_onetrainers_stable_diffusion(tmp_path: Path, capsys: p
     cfg = imported(tmp_path, {"edm.yaml": MINDONE.replace("    loss_fn", edm)}, flags)
     check(cfg, {"model._target_": "cascade_train.models.stable_diffusion.stage.StableDiffusionXL", "task.rank": 8})
     assert cfg.objective.schedule._target_.endswith("EDMTrainSchedule")
-    sd = {
-        "training_method": "FINE_TUNE",
-        "model_type": "STABLE_DIFFUSION_15",
-        "loss_weight_fn": "P2",
-        "resolution": "512",
-        "concepts": [{"path": "cats"}],
-        "base_model_name": "runwayml/stable-diffusion-v1-5",
-    }
+    sd = {"training_method": "FINE_TUNE", "model_type": "STABLE_DIFFUSION_15", "loss_weight_fn": "P2",
+          "resolution": "512", "concepts": [{"path": "cats"}],
+          "base_model_name": "runwayml/stable-diffusion-v1-5"}  # fmt: skip
     cfg = imported(tmp_path, {"sd.json": sd})
     assert cfg.objective.loss_weight._target_.endswith("ConstantLossWeight")
     said = capsys.readouterr().out
@@ -462,12 +427,8 @@ def test_mindones_edm_and_onetrainers_stable_diffusion(tmp_path: Path, capsys: p
 def test_an_everydream_file_that_validates_on_a_folder_of_its_own_holds_nothing_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    manual = {
-        "validate_training": "true",
-        "val_split_mode": "manual",
-        "val_data_root": "val",
-        "val_split_proportion": 0.2,
-    }
+    manual = {"validate_training": "true", "val_split_mode": "manual", "val_data_root": "val"}
+    manual["val_split_proportion"] = 0.2
     files = {"train.json": {**EVERYDREAM, "useadam8bit": True}, "optimizer.json": {}, "validation.json": manual}
     cfg = imported(tmp_path, files, "model=c_1b")
     check(cfg, {"validate.share": None, "validate.every_steps": None})
@@ -507,13 +468,7 @@ def test_mindones_sizes_tables_and_what_else_it_trains(tmp_path: Path, capsys: p
 def test_a_list_of_backends_of_the_hub_is_known_as_simpletuners(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    backend = {
-        "id": "a",
-        "type": "huggingface",
-        "dataset_name": "x/y",
-        "caption_strategy": "filename",
-        "resolution": 512,
-    }
+    backend = {"id": "a", "type": "huggingface", "dataset_name": "x/y", "caption_strategy": "filename"}
     (tmp_path / "backends.json").write_text(json.dumps([backend]))
     assert launch(["recipe", "import", str(tmp_path / "backends.json"), f"out={tmp_path}/experiment/x.yaml"]) == 0
     assert "dataset_name: download the data set as files" in capsys.readouterr().out

@@ -59,23 +59,10 @@ def test_other_processes_are_left_as_they_are(environment: dict[str, str]):
     assert environment == before
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("n1", "n1"),
-        ("n1,n2", "n1"),
-        ("gpu[07-09,12],cpu1", "gpu07"),
-        ("rack[1-2]n[3,5].example.org", "rack1n3.example.org"),
-        ("a,gpu[1-2]", "a"),
-    ],
-)
-def test_first_host_of_a_list_of_nodes(nodes: str, first: str):
-    assert first_host(nodes) == first
-
-
-@pytest.mark.parametrize(("counts", "tasks"), [("2", [2]), ("2(x3)", [2, 2, 2]), ("4(x2),1,2(x2)", [4, 4, 1, 2, 2])])
-def test_tasks_of_each_node(counts: str, tasks: list[int]):
-    assert tasks_per_node(counts) == tasks
+def test_lists_of_nodes_and_tasks_in_slurms_notation():
+    nodes = ("n1", "n1,n2", "gpu[07-09,12],cpu1", "rack[1-2]n[3,5].example.org", "a,gpu[1-2]")
+    assert [*map(first_host, nodes)] == ["n1", "n1", "gpu07", "rack1n3.example.org", "a"]
+    assert [*map(tasks_per_node, ("2", "2(x3)", "4(x2),1,2(x2)"))] == [[2], [2, 2, 2], [4, 4, 1, 2, 2]]
 
 
 @pytest.mark.parametrize(
@@ -102,11 +89,5 @@ import torch
 print(torch.get_num_threads())
 """
     environment = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**environment, "WORLD_SIZE": "2"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "1\n"
+    environment["WORLD_SIZE"] = "2"
+    assert subprocess.check_output([sys.executable, "-c", program], env=environment, text=True) == "1\n"

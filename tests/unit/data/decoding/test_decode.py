@@ -226,9 +226,7 @@ def _asked_anew() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("module", ["torchvision", "torchvision.io"])
-def test_without_torchvision_pillow_decodes_and_one_warning_says_so(
-    module: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_torchvision_pillow_decodes_and_one_warning_says_so(module, monkeypatch, caplog):
     encoded = encode(photo(64, 48), "jpeg")
     fast = pixels_of(encoded)
     decoding.fast_jpeg_decoder.cache_clear()

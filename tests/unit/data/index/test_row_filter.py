@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cascade_train.data.index.row_filter import ABSENT, FAILED, PASSED, parse_row_filters, passing
+from cascade_train.data.index.row_filter import ABSENT, FAILED, MAX_CHARACTERS, PASSED, parse_row_filters, passing
 from cascade_train.data.tar import index as tar_index
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.errors import ConfigError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import loading
 
@@ -124,12 +126,124 @@ def test_changed_filters_are_refused_on_resume_even_if_they_keep_the_same_sample
             loader.load_state_dict(state)
 
 
-def test_a_tar_that_cannot_be_judged_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = scored(tmp_path)
+TIMES_ITSELF = "x"
+for _ in range(5):
+    TIMES_ITSELF = f"({TIMES_ITSELF})**8"
 
-    def refuse(*given: Any) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(tar_index, "judge_shard", refuse)
-    with pytest.raises(RunError, match="a tar cannot be read: .* Permission denied: '.*a.tar'"):
-        tars.webdataset(path, row_filters={"score": "> 4.5"}).open()
+def check(text: str, **values: Any) -> bool:
+    (condition,) = parse_row_filters([[list(values), text]]).filters
+    return condition.verdict(values) == PASSED
+
+
+@pytest.mark.parametrize(
+    ("text", "passes", "fails"),
+    [
+        ("lambda s: s > 4.5", 4.6, 4.5),
+        ("<=0.5", 0.5, 0.51),
+        (" >= 512", 512, 511),
+        ("== 'en'", "en", "de"),
+        ("in ['en', 'de']", "de", "fr"),
+        ("not in ('en', 'de')", "fr", "de"),
+        (">=0.2 and _ < 0.4", 0.2, 0.4),
+        ("lambda s: s < 0.01 or s == 1", 1, 0.5),
+        ("lambda s: 0.5 <= s / 2 <= 2", 1, 5),
+        ("lambda s: -s + 1 // 1 < +2 - 3 % 2", 1, -1),
+        ("lambda s: not s", 0, 3),
+        ("lambda s: s is not None and s != ''", "a", None),
+        ("lambda s: 'cat' in s", "a cat", "a dog"),
+        ("lambda s: s ** 2 >= 600**2", 600, 599),
+        ("x * 2 == 6", 3, 4),
+        ("x", [0], []),
+        ("lambda é: é == 'ü'", "ü", "u"),
+    ],
+)
+def test_both_ways_of_writing_a_condition_are_understood(text: str, passes: Any, fails: Any) -> None:
+    assert check(text, x=passes)
+    assert not check(text, x=fails)
+
+
+def test_a_condition_may_ask_for_several_keys() -> None:
+    area = "lambda w, h: w * h >= 600**2 and 0.5 <= w / h <= 2"
+    assert check(area, width=600, height=600)
+    assert not check(area, width=2000, height=600)
+    assert check("width * height >= 600**2", width=600, height=600)
+
+
+@pytest.mark.parametrize("value", [None, "4", [], {}, float("nan"), 10**200, float("inf")])
+def test_what_cannot_be_computed_does_not_pass(value: Any) -> None:
+    assert not check("lambda s: s * 2 > 1", s=value)
+
+
+def test_a_division_by_zero_does_not_pass() -> None:
+    assert not check("lambda w: 1 / (w % 2)", w=2)
+
+
+MALICIOUS = {
+    "__import__('os').system('touch owned')": "at character 1 .*: calls are not allowed",
+    "lambda s: __import__('os').system('touch owned')": r"at character 11 .*: calls are not allowed",
+    "lambda s: s.__class__.__mro__[1].__subclasses__()": "calls are not allowed",
+    "lambda s: s.__class__.__mro__": r"at character 11 \('s.__class__.__mro__'\): attributes are not allowed",
+    "lambda s: s > 1 and s.real": r"at character 21 \('s.real'\): attributes",
+    "lambda s: [x for x in s]": "listcomps are not allowed",
+    "lambda s: {x: 1 for x in s}": "dictcomps are not allowed",
+    "lambda s: {x for x in s}": "setcomps are not allowed",
+    "lambda s: [[0 for a in s] for b in s]": r"at character 11 .*listcomps are not allowed",
+    "lambda s: len(s)": r"at character 11 \('len\(s\)'\): calls",
+    "lambda s: s[0]": "subscripts are not allowed",
+    "lambda s: lambda t: t": "lambdas are not allowed",
+    "lambda s: (t := s)": "namedexprs are not allowed",
+    "lambda s: f'{s}'": "joinedstrs are not allowed",
+    "lambda s: 9**9**9": "an exponent must be a whole number from 0 to 8",
+    "lambda s: s**s": "an exponent must be a whole",
+    "lambda s: s << 99": "this operator is not allowed",
+    "lambda s: ~s": "this operator is not allowed",
+    "lambda s: s if s else 1": "ifexps are not allowed",
+    "lambda s: await_": r"the name await_ is unknown; known here: s",
+    "lambda s: os": r"at character 11 \('os'\): the name os is unknown",
+    "lambda s: s == b'a'": "a constant of type bytes is not allowed",
+    "lambda s: 1e999": "the number is too large",
+    "lambda s: s is 5": "compare by ==",
+    "lambda s: {**s}": "dicts are not allowed",
+    "lambda s: (*s,)": "starreds are not allowed",
+    "lambda s, t: s": "the lambda must take 1 plain argument, one for each of x",
+    "lambda s=1: s": "the lambda must take 1 plain argument",
+    "lambda *s: s": "the lambda must take 1 plain argument",
+    "import os": r"at character 1 .*this is no expression",
+    "> 4.5)": r"at character 6 \('\)'\): this is no expression",
+    "": "this is no expression",
+    "s\0": "this is no expression",
+    "(" * 400 + "x" + ")" * 400: "this is no expression",
+    "-" * 900 + "1": "it is nested too deeply|this is no expression",
+    "x" + "+x" * 400: "it is nested too deeply",
+    TIMES_ITSELF + "**9": "an exponent must be a whole",
+    "\\" + "\n": "this is no expression",
+}
+
+
+@pytest.mark.parametrize(("text", "reason"), MALICIOUS.items(), ids=itertools.count())
+def test_anything_else_is_refused_with_the_place_of_the_fault(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=r"data.row_filters\[0\]: .* is refused at character \d+ .*") as refusal:
+        parse_row_filters([["x", text]])
+    refusal.match(reason)
+
+
+def test_a_text_of_ten_megabytes_is_refused_unread() -> None:
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="a condition of 10000000 characters, .* is longer than the 1000") as refusal:
+        parse_row_filters([["x", "x" * 10_000_000]])
+    assert time.perf_counter() - start < 1
+    assert len(str(refusal.value)) < 300
+
+
+def test_a_comparison_without_its_left_side_is_for_one_key() -> None:
+    with pytest.raises(ValueError, match="a comparison without its left side is for one key, not 2"):
+        parse_row_filters([[["a", "b"], "<=0.5"]])
+
+
+def test_numbers_and_texts_cannot_be_made_to_fill_the_memory() -> None:
+    start = time.perf_counter()
+    assert not check(TIMES_ITSELF, x=10**149)
+    assert not check("x * 1000000 == 1", x="a" * MAX_CHARACTERS)
+    assert not check("x + x == 1", x=[0] * MAX_CHARACTERS)
+    assert time.perf_counter() - start < 1

@@ -105,14 +105,6 @@ def test_pass_rates_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "data.size_filters aspect_ratio: <= 2: 4 of 6 samples pass (66.7%)" in caplog.text
 
 
-def test_many_samples_of_few_sizes_are_judged_by_their_sizes() -> None:
-    filters = parse_size_filters({"short_side": ">= 480"})
-    many = index(SIZES * 50_000)
-    selection = size_selection(filters, many)
-    assert selection.kept.sum() == 4 * 50_000
-    assert selection.kept[:6].tolist() == [True, True, False, True, False, True]
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -146,12 +138,6 @@ def test_samples_left_out_are_not_drawn_and_a_resume_without_the_filter_is_refus
         pytest.raises(ConfigError, match="position does not fit this run.s data: rows was"),
     ):
         loader.load_state_dict(state)
-
-
-def test_no_sample_left_is_refused(tmp_path: Path) -> None:
-    source = tars.webdataset(sizes_tar(tmp_path), size_filters={"width": "> 1000"})
-    with pytest.raises(ConfigError, match="no sample is left to read: 12 of 12 samples do not meet data.size_filters"):
-        open_data_set(source, share=None, held_out=None)
 
 
 def line(name: str) -> str:

@@ -40,16 +40,12 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_long_wait_says_where_samples_went(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_workers: int
-) -> None:
+def test_a_long_wait_says_where_samples_went(monkeypatch, caplog, num_workers):
     monkeypatch.setattr(worker_module, "WAIT_WARNING_SECONDS", 0.2)
     slow(monkeypatch, 0.35)
     before = threading.active_count()
-    with (
-        caplog.at_level(logging.WARNING),
-        loading(shapes(num_workers=num_workers), rows=np.arange(30), global_batch_size=2) as loader,
-    ):
+    source = shapes(num_workers=num_workers)
+    with caplog.at_level("WARNING"), loading(source, rows=np.arange(30), global_batch_size=2) as loader:
         assert len(next(loader)[0]) == 2
         assert threading.active_count() <= before + num_workers  # the queue's own
     found = [record.getMessage() for record in caplog.records if record.name == worker_module.__name__]
@@ -88,9 +84,7 @@ def step(samples: int, *names: str, reason: str = "cut") -> Any:
 def test_a_few_of_many_do_not_stop_a_run_however_small_the_share() -> None:
     skipped = SkippedCount(64, 0.01)
     skipped.add(step(64, "a", "b", "c"))
-    with pytest.raises(
-        RunError, match="4 of 64 samples are unreadable, more than data.max_unreadable_share=0.01"
-    ) as told:
+    with pytest.raises(RunError, match="4 of 64 samples .* more than data.max_unreadable_share=0.01") as told:
         skipped.add(step(64, "d"))
     advised = re.search(r"data.max_unreadable_share=([0-9.]+)\. With that, this run continues", str(told.value))
     assert advised is not None

@@ -44,9 +44,7 @@ def flat(step: list[Batch], name: str) -> list[Any]:
         (RunError("the store is gone"), "the store is gone"),
     ],
 )
-def test_a_failure_names_the_sample_and_the_cause(
-    monkeypatch: pytest.MonkeyPatch, num_workers: int, error: Exception, text: str
-) -> None:
+def test_a_failure_names_the_sample_and_the_cause(monkeypatch, num_workers, error, text):
     broken_rows(monkeypatch, dict.fromkeys(range(37), error))
     with (
         loading(shapes(num_workers=num_workers)) as loader,
@@ -89,9 +87,7 @@ def test_more_than_a_few_and_one_percent_unreadable_stop_and_are_listed(tmp_path
     with loading(tars.webdataset(path)) as loader:
         for _ in range(4):
             next(loader)
-        with pytest.raises(
-            RunError, match=r"4 of 40 samples are unreadable, .*=0.01 allows: .*a.tar:00(10|20|26|30) \(.*=0.1\."
-        ):
+        with pytest.raises(RunError, match=r"4 of 40 samples .*=0.01 allows: .*a.tar:00(10|20|26|30) \(.*=0.1\."):
             next(loader)
 
 
@@ -107,10 +103,7 @@ def test_few_samples_say_little_before_the_first_epoch_ends(monkeypatch: pytest.
 
 def test_a_run_of_unreadable_samples_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     broken_rows(monkeypatch, dict.fromkeys(range(37), UnreadableSampleError("no picture")))
-    with (
-        loading(shapes()) as loader,
-        pytest.raises(RunError, match="unreadable, and so are the samples after it: shapes"),
-    ):
+    with loading(shapes()) as loader, pytest.raises(RunError, match="so are the samples after it: shapes"):
         next(loader)
 
 
@@ -132,10 +125,7 @@ def test_a_killed_worker_is_explained_and_the_others_end(monkeypatch: pytest.Mon
         raise AssertionError
 
     monkeypatch.setattr(Shapes, "read", die)
-    with (
-        loading(shapes(num_workers=1)) as loader,
-        pytest.raises(RunError, match="A data worker process ended unexpectedly .* lower data.num_workers"),
-    ):
+    with loading(shapes(num_workers=1)) as loader, pytest.raises(RunError, match="ended .* lower data.num_workers"):
         next(loader)
     assert_ends(before)
 
@@ -225,14 +215,8 @@ def test_the_steps_of_epochs_cover_every_sample() -> None:
 @pytest.mark.parametrize(
     ("sizes", "fits"),
     [
-        (
-            {"ranks": 3},
-            "train.global_batch_size=8 is not a multiple of 3 ranks x train.micro_batch_size=2: 6 or 12 would fit",
-        ),
-        (
-            {"ranks": 8},
-            "train.global_batch_size=8 is not a multiple of 8 ranks x train.micro_batch_size=2: 16 would fit",
-        ),
+        ({"ranks": 3}, "global_batch_size=8 is not a multiple of 3 ranks x .*micro_batch_size=2: 6 or 12 would fit"),
+        ({"ranks": 8}, "global_batch_size=8 is not a multiple of 8 ranks x .*micro_batch_size=2: 16 would fit"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(sizes: dict[str, int], fits: str) -> None:
@@ -259,7 +243,5 @@ def test_a_state_of_another_order_version_is_refused() -> None:
     with loading(shapes()) as loader:
         state = loader.state_dict()
         state["identity"] = state["identity"].replace("order=1", "order=0")
-        with pytest.raises(
-            ConfigError, match="order was 0, is 1: this version of the library orders samples in another"
-        ):
+        with pytest.raises(ConfigError, match="order was 0, is 1: this version .* orders samples in another"):
             loader.load_state_dict(state)

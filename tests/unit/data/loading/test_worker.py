@@ -22,6 +22,7 @@ from cascade_train.data.loading import worker as worker_module
 from cascade_train.data.loading.feed import Loader
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import Source
+from cascade_train.errors import RunError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import content, loading
 
@@ -80,10 +81,8 @@ def test_a_transform_that_fails_names_the_sample(tar: Path) -> None:
     def fail(image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
         raise KeyError("edges")
 
-    with (
-        loading(tars.webdataset(tar), transform=fail) as loader,
-        pytest.raises(RuntimeError, match="sample a.tar:.*edges"),
-    ):
+    source = tars.webdataset(tar)
+    with loading(source, transform=fail) as loader, pytest.raises(RunError, match="sample a.tar:.*edges"):
         next(loader)
 
 

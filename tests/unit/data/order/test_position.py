@@ -16,6 +16,7 @@ from cascade_train.data.order.position import Order
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
+from tests.unit.data import tars
 
 SHAPES = [(64, 64), (128, 64), (64, 128), (96, 64), (64, 64)]
 RATIOS = ["1/1", "1/2", "2/3"]
@@ -32,16 +33,8 @@ class Sized(Source):
 
 
 def source(**options: Any) -> Sized:
-    defaults = {
-        "image_size": 64,
-        "crop": "center",
-        "shuffle_window_shards": 2,
-        "num_workers": 0,
-        "worker_start": "fork",
-        "aspect_ratios": RATIOS,
-        "buckets": Buckets(multiple_px=8),
-    }
-    return Sized(**{**defaults, **options})
+    buckets = {"aspect_ratios": RATIOS, "buckets": Buckets(multiple_px=8)}
+    return Sized(**{**tars.ORDER, "image_size": 64, **buckets, **options})
 
 
 def index(count: int = 97, shards: int = 6) -> Index:
@@ -56,17 +49,8 @@ def order(
     *, of: Index | None = None, size: int = 8, seed: int = 0, whole_epochs: bool = False, **options: Any
 ) -> Order:
     of = index() if of is None else of
-    rows = np.arange(len(of))
-    request = FeedRequest(
-        index=of,
-        rows=rows,
-        seed=seed,
-        global_batch_size=size,
-        micro_batch_size=size,
-        rank=0,
-        ranks=1,
-        whole_epochs=whole_epochs,
-    )
+    sizes = {"global_batch_size": size, "micro_batch_size": size, "rank": 0, "ranks": 1}
+    request = FeedRequest(index=of, rows=np.arange(len(of)), seed=seed, whole_epochs=whole_epochs, **sizes)
     return Order(source(**options), request)
 
 
@@ -94,14 +78,6 @@ def test_a_state_continues_exactly_and_its_states_are_the_same(leftover: str, ra
         ahead = range(position, position + 30)
         assert drawn(again, ahead) == drawn(whole, ahead)
         assert [again.state(p) for p in ahead] == [whole.state(p) for p in ahead]
-
-
-def test_every_rank_computes_the_same_steps_and_takes_its_part() -> None:
-    one, other = order(), order()
-    for position in range(40):
-        mine, theirs = one.step(position), other.step(position)
-        assert (mine.height, mine.width) == (theirs.height, theirs.width)
-        assert [*mine.part(0, 4).rows, *theirs.part(4, 8).rows] == mine.rows.tolist()
 
 
 @pytest.mark.parametrize("leftover", ["carry", "drop", "flush"])
@@ -209,17 +185,3 @@ def test_a_million_samples_open_in_a_second_and_restore_at_once() -> None:
     assert opened - begun < 1.0
     assert restored - opened < 0.2
     assert drawn(again, range(1_234_567, 1_234_570)) == drawn(whole, range(1_234_567, 1_234_570))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"leftover": "keep"}, "data.leftover=keep is unknown; choose one of carry, drop, flush"),
-        ({"on_change": "ignore"}, "data.on_change=ignore is unknown; choose one of refuse, restart"),
-        ({"num_examples_to_see": 0}, "data.num_examples_to_see=0 must be at least 1: null"),
-        ({"aspect_ratios": "square"}, "data.aspect_ratios=square is no preset"),
-    ],
-)
-def test_options_of_the_order_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        source(**options)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cascade_train.data.survey.near import alike, look_of, near_pairs
+from cascade_train.data.survey.near import group_alike, look_of, near_pairs
 
 
 def scene(seed: int, side: int = 96) -> np.ndarray:
@@ -33,12 +33,12 @@ def test_a_picture_resized_recompressed_or_brightened_looks_alike() -> None:
     brighter = np.clip(pictures[5].astype(int) + 6, 0, 255).astype(np.uint8)
     noisy = np.clip(pictures[7] + np.random.default_rng(0).normal(0, 4, pictures[7].shape), 0, 255).astype(np.uint8)
     looks = [look_of(picture) for picture in [*pictures, small, brighter, noisy, pictures[7]]]
-    assert alike(looks) == [[3, 12], [5, 13], [7, 14, 15]]
-    assert alike([]) == []
-    assert alike(looks[:1]) == []
+    assert group_alike(looks) == [[3, 12], [5, 13], [7, 14, 15]]
+    assert group_alike([]) == []
+    assert group_alike(looks[:1]) == []
 
 
 def test_a_mirrored_picture_and_one_in_other_colours_do_not() -> None:
     picture = scene(2)
     others = [picture[:, ::-1], np.roll(picture, 1, axis=2), 255 - picture, np.full_like(picture, 255)]
-    assert alike([look_of(each) for each in [picture, *others]]) == []
+    assert group_alike([look_of(each) for each in [picture, *others]]) == []

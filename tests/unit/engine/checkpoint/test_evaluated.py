@@ -6,8 +6,15 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from cascade_train.engine.checkpoint.folder import CheckpointFolder, Retention, best_value
-from cascade_train.engine.checkpoint.manifest import Manifest, hash_file, read_manifest, write_manifest
+from cascade_train.engine.checkpoint.folder import (
+    CheckpointFolder,
+    Manifest,
+    Retention,
+    best_value,
+    hash_file,
+    read_manifest,
+    write_manifest,
+)
 
 
 def test_the_best_by_an_evaluation_stay(tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from cascade_train.engine.checkpoint.folder import Retention, last_logged
-from cascade_train.engine.checkpoint.manifest import Manifest
+from cascade_train.engine.checkpoint.folder import Manifest, Retention, last_logged
 from cascade_train.errors import ConfigError
 
 
@@ -47,11 +46,7 @@ def test_checkpoints_without_the_metric_or_with_another_are_not_ranked():
 def test_a_name_keeps_a_checkpoint_and_every_reason_is_told():
     rule = Retention(keep_last=1, keep_every_steps=2, keep_best=1, best_metric="validate/loss")
     manifests = {1: manifest(1, name="good"), 2: manifest(2, 0.5), 3: manifest(3)}
-    assert rule.reasons(manifests) == {
-        1: ["named good"],
-        2: ["every 2", "number 1 by validate/loss"],
-        3: ["newest 1"],
-    }
+    assert rule.reasons(manifests) == {1: ["named good"], 2: ["every 2", "number 1 by validate/loss"], 3: ["newest 1"]}
 
 
 @pytest.mark.parametrize("key", ["keep_last", "keep_every_steps", "keep_best"])

@@ -5,8 +5,7 @@ import logging
 import pytest
 import torch
 
-from cascade_train.engine.checkpoint.folder import Retention
-from cascade_train.engine.checkpoint.manifest import find_fault, read_manifest
+from cascade_train.engine.checkpoint.folder import Retention, find_fault, read_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.errors import ConfigError
 

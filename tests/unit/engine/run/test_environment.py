@@ -6,8 +6,8 @@ import sys
 
 import torch
 
-from cascade_train.engine.run import environment
-from cascade_train.engine.run.environment import describe_environment
+from cascade_train.engine.run import directory
+from cascade_train.engine.run.directory import describe_environment
 
 
 def test_the_description_is_json_and_complete(world):
@@ -29,10 +29,10 @@ def test_no_secret_of_the_command_line_or_the_environment_is_described(world, mo
 
 
 def test_a_package_that_is_missing_is_null():
-    assert environment._version("no-such-package-here") is None
+    assert directory._version("no-such-package-here") is None
 
 
-def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path):
+def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path, monkeypatch):
     def git(*arguments):
         who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
         done = subprocess.run(["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True, text=True)
@@ -41,15 +41,12 @@ def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path):
     git("init", "-q")
     code = tmp_path / "code.py"
     code.write_text("a = 1\n")
-    assert environment._git_commit(code) is None, "a file that is not tracked, as in a venv inside a checkout"
+    assert directory._git_commit.__wrapped__(code) is None, "a file that is not tracked, as in a venv inside a checkout"
     git("add", "code.py")
     git("commit", "-qm", "one")
     commit = git("rev-parse", "HEAD")
-    assert environment._git_commit(code) == commit
+    assert directory._git_commit.__wrapped__(code) == commit
     code.write_text("a = 2\n")
-    assert environment._git_commit(code) == f"{commit}+changes"
-
-
-def test_no_git_is_no_error(tmp_path, monkeypatch):
+    assert directory._git_commit.__wrapped__(code) == f"{commit}+changes"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert environment._git_commit(tmp_path / "code.py") is None
+    assert directory._git_commit.__wrapped__(code) is None, "without git"

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from cascade_train.engine.run import on_end
-from cascade_train.engine.run.on_end import announced
+from cascade_train.engine.run.on_end import run_end_hook
 
 TELL = f'{sys.executable} -c "import json, os; print(json.dumps(dict(os.environ)))" > told; echo run >> times; exit 0'
 
@@ -32,23 +32,18 @@ def told():
     return {key.removeprefix("CASCADE_TRAIN_"): v for key, v in environment.items() if "CASCADE_TRAIN_" in key}
 
 
-def test_a_finished_run_tells_its_command(tmp_path):
-    with announced(TELL, trainer(), tmp_path):
+@pytest.mark.parametrize("stopped", [None, "Stopped by SIGTERM at step 7; saved."])
+def test_a_run_that_ends_tells_its_command(tmp_path, stopped):
+    assert on_end.SECONDS < 30.0, "less than launchers leave a rank"
+    with run_end_hook(TELL, trainer(stopped=stopped), tmp_path):
         pass
-    assert told() == {"EVENT": "finished", "RUN_DIR": str(tmp_path), "STEP": "7", "MESSAGE": "Finished at step 7."}
-
-
-def test_a_stopped_run_tells_its_command(tmp_path):
-    with announced(TELL, trainer(stopped="Stopped by SIGTERM at step 7; saved."), tmp_path):
-        pass
-    assert told() == {
-        "EVENT": "stopped", "RUN_DIR": str(tmp_path), "STEP": "7", "MESSAGE": "Stopped by SIGTERM at step 7; saved.",
-    }  # fmt: skip
+    event, message = ("finished", "Finished at step 7.") if stopped is None else ("stopped", stopped)
+    assert told() == {"EVENT": event, "RUN_DIR": str(tmp_path), "STEP": "7", "MESSAGE": message}
 
 
 @pytest.mark.parametrize("error", [ValueError("api_key=hunter2 \0 is `date` \ud800"), KeyboardInterrupt()])
 def test_a_failed_run_tells_its_command_and_fails_as_before(tmp_path, error):
-    with pytest.raises(type(error)) as seen, announced(TELL, trainer(), tmp_path):
+    with pytest.raises(type(error)) as seen, run_end_hook(TELL, trainer(), tmp_path):
         raise error
     assert seen.value is error
     message = told()["MESSAGE"]
@@ -57,7 +52,7 @@ def test_a_failed_run_tells_its_command_and_fails_as_before(tmp_path, error):
 
 
 def test_nothing_is_run_without_a_command_or_on_another_rank(tmp_path):
-    with announced(None, trainer(), tmp_path), announced(TELL, trainer(rank=1), tmp_path):
+    with run_end_hook(None, trainer(), tmp_path), run_end_hook(TELL, trainer(rank=1), tmp_path):
         pass
     assert not Path("told").exists()
 
@@ -66,7 +61,7 @@ def test_the_command_is_no_rank_of_ours(tmp_path, monkeypatch):
     for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(key, "2")
     monkeypatch.setenv("KEPT", "yes")
-    with announced("env > seen", trainer(), tmp_path):
+    with run_end_hook("env > seen", trainer(), tmp_path):
         pass
     seen = {line.partition("=")[0] for line in Path("seen").read_text().splitlines()}
     assert "KEPT" in seen
@@ -75,7 +70,7 @@ def test_the_command_is_no_rank_of_ours(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", ["exit 3", "/no/such/program", "echo \0"])
 def test_a_command_that_fails_is_reported_and_changes_nothing(tmp_path, command, caplog):
-    with announced(command, trainer(), tmp_path):
+    with run_end_hook(command, trainer(), tmp_path):
         pass
     assert "The command of run.on_end " in caplog.text
 
@@ -83,7 +78,7 @@ def test_a_command_that_fails_is_reported_and_changes_nothing(tmp_path, command,
 def test_a_command_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(on_end, "SECONDS", 0.3)
     begun = time.monotonic()
-    with announced("(sleep 60; touch late) & echo $! > child; wait", trainer(), tmp_path):
+    with run_end_hook("(sleep 60; touch late) & echo $! > child; wait", trainer(), tmp_path):
         pass
     assert time.monotonic() - begun < 10
     assert "was ended after 0 s" in caplog.text
@@ -108,11 +103,7 @@ def test_a_reminder_to_end_waits_for_the_command_and_ctrl_c_ends_it(tmp_path, nu
 
     thread = threading.Thread(target=send)
     thread.start()
-    with announced("touch begun; sleep 0.5; touch done", trainer(), tmp_path):
+    with run_end_hook("touch begun; sleep 0.5; touch done", trainer(), tmp_path):
         pass
     thread.join()
     assert Path("done").exists() != ends
-
-
-def test_it_has_less_time_than_launchers_leave_a_rank():
-    assert on_end.SECONDS < 30.0

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cascade_train.engine.checkpoint.manifest import Manifest, write_manifest
+from cascade_train.engine.checkpoint.folder import Manifest, write_manifest
 from cascade_train.engine.run import report
-from cascade_train.engine.run.records import read_metrics
-from cascade_train.engine.run.report import page, run_data, samples, series, state, write_report
+from cascade_train.engine.run.report import page, read_metrics, run_data, samples, series, state, write_report
 from tests.unit.engine.run.report_page import HOSTILE, SECRET, Page, make_run, metrics, write_lines, write_picture
 
 
@@ -153,14 +152,8 @@ def test_numbers_of_evaluations_are_drawn_but_not_those_of_replaced_weights(tmp_
     run = make_run(tmp_path / "run", grids=(1,))
     (run / "checkpoints" / "step_4").mkdir(parents=True)
     write_manifest(run / "checkpoints" / "step_4", Manifest(step=4, files={}, facts={}, weights="now"))
-    judged = [
-        (4, "before", 9.0),
-        (8, "gone", 3.0),
-        (4, "now", 5.0),
-        (2, "gone", 7.0),
-        (2, "gone", 6.0),
-        (4, "before", 1),
-    ]
+    judged = [(4, "before", 9.0), (8, "gone", 3.0), (4, "now", 5.0), (2, "gone", 7.0), (2, "gone", 6.0)]
+    judged.append((4, "before", 1))
     rows = [{"step": step, "weights": weights, "evaluate/fid": fid, "images": 4} for step, weights, fid in judged]
     write_lines(run / "evaluation.jsonl", rows)
     shown = Page(page(run_data(run, bases={}))).data["runs"][0]["series"]

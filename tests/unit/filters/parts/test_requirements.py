@@ -44,7 +44,7 @@ def test_safetensors_are_read(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_described(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no such file; give a path that exists, or owner/name:file .* MIT.* a\.org"):
+    with pytest.raises(ConfigError, match=r"no such file; give a path, or owner/name:file .* MIT.* a\.org"):
         find_file(str(tmp_path / "e.pth"), KNOWN)
 
 
@@ -87,8 +87,5 @@ def test_a_pickle_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_a_filter_without_its_library_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     require("cv2")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError,
-        match=r"needs OpenCV, which is not installed. Install it, .*: pip install --editable '\.\[filters\]'",
-    ):
+    with pytest.raises(ConfigError, match=r"needs OpenCV, .* Install it, .*: pip install --editable '\.\[filters\]'"):
         CannyFilter(resize=None, low=1, high=2)

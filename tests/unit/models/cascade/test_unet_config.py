@@ -21,7 +21,7 @@ def test_network_is_made_on_the_meta_device() -> None:
         ({"num_attention_heads": [0, 2]}, r"num_attention_heads\[0\]=0: must divide the level's width"),
         ({"block_types_per_layer": [RES_TIME[::-1], RES_TIME]}, r"block_types_per_layer\[0\]=.*or the first two"),
         ({"kernel_size": 4}, r"network\.kernel_size=4: must be odd"),
-        ({"attention_dropout": "both"}, r"network\.attention_dropout=both: choose probabilities .* or output"),
+        ({"attention_dropout": "both"}, r"network\.attention_dropout=both is unknown; choose one of probabilities"),
         ({"dropout": [0.0, 1.0]}, r"network\.dropout=\[0\.0, 1\.0\]: must lie in \[0, 1\)"),
     ],
 )

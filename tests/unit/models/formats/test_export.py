@@ -29,27 +29,21 @@ from cascade_train.models.cascade.formats import export_pipelines
 from cascade_train.models.cascade.formats.export_pipelines import save_prior
 from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats import export_lora
-from cascade_train.models.formats.export import build_plain_network, replaced_directory, replaced_file
+from cascade_train.models.formats.export import build_plain_network, model_spec, replaced_directory, replaced_file
 from cascade_train.models.formats.export_lora import save_lora
-from cascade_train.models.formats.weights import load_network
+from cascade_train.models.formats.weights import load_state
 from cascade_train.models.lora import StoredLora, adapter_state, inject_lora, lora_spec
 from cascade_train.models.text_encoder import PACKAGED_TOKENIZER
+from cascade_train.results.find import stored_network
 from tests.unit.models.small_networks import empty_network, predict, small_network
 
 MAX_TOKENS = 12
 
 
 def build_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=24,
-        intermediate_size=24,
-        projection_dim=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=MAX_TOKENS,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "projection_dim"), 24)
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": MAX_TOKENS}
+    config = CLIPTextConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes)
     return CLIPTextModelWithProjection(config).eval()
 
 
@@ -112,9 +106,8 @@ def test_the_folder_is_what_the_pipeline_of_diffusers_writes(folder: Path, tmp_p
 
 def _without_origin(content: dict[str, Any]) -> dict[str, Any]:
     """Leave out where a part was loaded from, which diffusers and transformers note."""
-    return {
-        k: v for k, v in content.items() if k not in ("_name_or_path", "name_or_path", "is_local", "local_files_only")
-    }
+    origins = ("_name_or_path", "name_or_path", "is_local", "local_files_only")
+    return {key: value for key, value in content.items() if key not in origins}
 
 
 def test_the_exported_network_predicts_what_ours_does(folder: Path, network: CascadeUNet) -> None:
@@ -126,21 +119,14 @@ def test_the_exported_network_predicts_what_ours_does(folder: Path, network: Cas
 @pytest.mark.parametrize("up", [0, 1, 2])
 def test_a_run_with_an_export_is_weights_again(folder: Path, network: CascadeUNet, up: int) -> None:
     fresh = empty_network()
-    load_network(fresh, str([folder, *folder.parents][up]), dtype=torch.float32, device=torch.device("cpu"))
+    load_state(fresh, str([folder, *folder.parents][up]), dtype=torch.float32)
     assert torch.equal(predict(fresh), predict(network))
 
 
 def test_an_image_tower_goes_along_with_its_processor(network: CascadeUNet, parts: Any, tmp_path: Path) -> None:
-    config = CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        projection_dim=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=28,
-        patch_size=14,
-    )
-    tower = CLIPVisionModelWithProjection(config).eval()
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "projection_dim"), 16)
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    tower = CLIPVisionModelWithProjection(CLIPVisionConfig(**sizes)).eval()
     save_prior(
         SimpleNamespace(**(vars(parts) | {"image_encoder": SimpleNamespace(module=tower)})),
         {name: value.bfloat16() for name, value in network.state_dict().items()},
@@ -151,18 +137,14 @@ def test_an_image_tower_goes_along_with_its_processor(network: CascadeUNet, part
     assert pipeline.image_encoder.config.image_size == 28
 
 
-def test_a_new_export_replaces_the_old_one_whole(network: CascadeUNet, parts: Any, tmp_path: Path) -> None:
+def test_a_new_export_replaces_the_old_one_whole_and_prints_nothing(
+    network: CascadeUNet, parts: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "prior").mkdir()
     (tmp_path / "prior" / "stale.txt").touch()
     save_prior(parts, network.state_dict(), tmp_path / "prior")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prior"]
     assert not (tmp_path / "prior" / "stale.txt").exists()
-
-
-def test_an_export_prints_nothing(
-    network: CascadeUNet, parts: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    save_prior(parts, network.state_dict(), tmp_path / "prior")
     assert capfd.readouterr() == ("", "")
 
 
@@ -188,13 +170,11 @@ def test_an_adapter_that_reads_back_differently_never_appears(tmp_path: Path, mo
     inject_lora(network, rank=2, alpha=2.0, dropout=0.0, module_filters=["to_q"], seed=0)
     state = {name: value + 0.1 for name, value in adapter_state(network.state_dict()).items()}
     write = export_lora.write_single_file
-    monkeypatch.setattr(
-        export_lora,
-        "write_single_file",
-        lambda path, lora, *rest: write(
-            path, replace(lora, state={name: value + 1e-3 for name, value in lora.state.items()}), *rest
-        ),
-    )
+
+    def damaged(path: Path, lora: StoredLora, metadata: dict[str, str]) -> None:
+        write(path, replace(lora, state={name: value + 1e-3 for name, value in lora.state.items()}), metadata)
+
+    monkeypatch.setattr(export_lora, "write_single_file", damaged)
     with pytest.raises(RunError, match="reads back with a relative error of"):
         save_lora(StoredLora(spec=lora_spec(network), state=state), CASCADE, network.config, tmp_path / "lora", {})
     assert not list(tmp_path.iterdir())
@@ -240,11 +220,34 @@ def test_a_full_disk_is_said_with_the_room_that_is_left_and_what_was_there_stays
         out.mkdir()
     else:
         out.write_text("before")
-    with (
-        pytest.raises(
-            RunError, match=r"out could not be written: .*No space left.* \(\d+.\d+ GiB are free there\). Free"
-        ),
-        replaced(out),
-    ):
+    message = r"out could not be written: .*No space left.* \(\d+.\d+ GiB are free there\). Free"
+    with pytest.raises(RunError, match=message), replaced(out):
         raise error
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+NAMES = {
+    "sd15": ("stable-diffusion-v1", "sd_v1", "512x512"),  # sd-scripts 48d368f, library/sai_model_spec.py:70
+    "sd21_base": ("stable-diffusion-v2-512", "sd_v2", "512x512"),  # :71
+    "sd21": ("stable-diffusion-v2-768-v", "sd_v2_v", "768x768"),  # :72, and library/model_util.py:1081
+    "sdxl": ("stable-diffusion-xl-v1-base", "sdxl_base_v1-0", "1024x1024"),  # :73, and library/sdxl_model_util.py:19
+    "c_3b": ("stable-cascade-v1-stage-c", None, "1024x1024"),  # SwarmUI, T2IModelClassSorter
+    "b_3b": ("stable-cascade-v1-stage-b", None, "1024x1024"),
+}
+"""Model -> architecture, base version, resolution."""
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_a_header_names_the_model_as_its_readers_do(model: str) -> None:
+    architecture, version, resolution = NAMES[model]
+    network = stored_network("any", model=model, key="from")
+    family, config = network.family, dict(network.config)
+    for is_lora, ending in ((False, ""), (True, "/lora")):
+        own = family.model_spec(config, is_lora=is_lora, prediction=None)
+        found = model_spec(own, "mine", is_lora=is_lora)
+        assert found["modelspec.architecture"] == architecture + ending
+        assert found.get("ss_base_model_version") == version
+        assert (found["modelspec.title"], found["modelspec.resolution"]) == ("mine", resolution)
+        assert found["modelspec.sai_model_spec"] == "1.0.1"  # :115
+    predicts = None if version is None else "v" if version.endswith("_v") else "epsilon"  # :118
+    assert found.get("modelspec.prediction_type") == predicts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.cascade.family import CASCADE
@@ -21,6 +23,7 @@ from cascade_train.models.formats.export import fixed_prediction, save_network
 from cascade_train.models.formats.export_lora import export_lora, merge_all
 from cascade_train.models.formats.lora_files import adapter_size, holds_lora, module_shapes, read_lora
 from cascade_train.models.formats.weights import load_state, stored_size
+from cascade_train.models.lora import inject_lora
 from tests.unit.models import small_networks
 from tests.unit.models.small_networks import SMALL_B, empty_network, load_lora, small_network
 from tests.unit.models.test_lora_formats import TOKENS, adapted, stored
@@ -53,18 +56,18 @@ def test_a_network_folder_is_weights_again(tmp_path: Path) -> None:
     assert (tmp_path / "prior" / "config.json").is_file()
 
 
-def test_a_file_that_reads_back_differently_never_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: {name: value + (1e-3 if name == "clf.1.bias" else 0) for name, value in state.items()},
+        lambda state: {name: value for name, value in state.items() if name != "clf.1.bias"},
+    ],
+)
+def test_a_file_that_reads_back_differently_never_appears(
+    damage: Callable[[dict[str, Tensor]], dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     network = small_network()
-    monkeypatch.setattr(names, "original_state", lambda state: {n: v + 1e-3 for n, v in original_state(state).items()})
-    with pytest.raises(RunError, match="reads back differently from what was written"):
-        save_network(CASCADE, network.state_dict(), network.config, tmp_path / "stage.safetensors", format="original")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_tensor_that_the_file_lost_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    network = small_network()
-    kept = [name for name in network.state_dict() if name != "clf.1.bias"]
-    monkeypatch.setattr(names, "original_state", lambda state: original_state({name: state[name] for name in kept}))
+    monkeypatch.setattr(names, "original_state", lambda state: original_state(damage(state)))
     with pytest.raises(RunError, match="clf.1.bias reads back differently from what was written; nothing was kept"):
         save_network(CASCADE, network.state_dict(), network.config, tmp_path / "stage.safetensors", format="original")
     assert not list(tmp_path.iterdir())
@@ -96,18 +99,14 @@ def test_adapters_go_out_in_every_format(name: str, tmp_path: Path) -> None:
 
 def test_adapters_that_read_back_differently_never_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = adapted()
-    lora = stored(network, tokens=TOKENS)
-    write = export_lora_module.write_single_file
+    lora, write = stored(network, tokens=TOKENS), export_lora_module.write_single_file
     fewer = {name: value for name, value in lora.state.items() if "down_blocks.0" not in name}
-    some = replace(
-        lora,
-        state=fewer,
-        spec=replace(lora.spec, targets=tuple(t for t in lora.spec.targets if f"{t}.lora_A.weight" in fewer)),
-    )
-    for other, reason in (
-        (replace(lora, tokens=None), "trained tokens read back"),
-        (some, "other modules are adapted"),
+    targets = tuple(name for name in lora.spec.targets if f"{name}.lora_A.weight" in fewer)
+    for changes, reason in (
+        ({"tokens": None}, "trained tokens read back"),
+        ({"state": fewer, "spec": replace(lora.spec, targets=targets)}, "other modules are adapted"),
     ):
+        other = replace(lora, **changes)
         monkeypatch.setattr(
             export_lora_module, "write_single_file", lambda path, _, rest, other=other: write(path, other, rest)
         )
@@ -148,8 +147,6 @@ def test_a_merge_says_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptu
 def test_a_network_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
     big: CascadeUNet = small_network(block_out_channels=[4, 1536])
     lora_path = tmp_path / "lora.safetensors"
-    from cascade_train.models.lora import inject_lora
-
     inject_lora(big, rank=1, alpha=1.0, dropout=0.0, module_filters=["down_blocks.1.2.attention.to_q"], seed=0)
     export_lora(stored(big), big, lora_path, format="kohya", metadata={})
     with pytest.raises(ConfigError, match="the adapter belongs to Stage C 1B, but the network is of another size"):

@@ -22,9 +22,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("inputs", "blocks"), [(3 * BLOCK, 3), (BLOCK + 1, 1), (1, 1)])
 def test_a_weight_is_within_half_a_step_of_what_its_codes_stand_for(inputs: int, blocks: int):
-    weight = torch.randn(5, inputs, generator=torch.Generator().manual_seed(0)) * torch.tensor(
-        [[1e-3], [1], [9], [0], [2]]
-    )
+    sizes = torch.tensor([[1e-3], [1], [9], [0], [2]])
+    weight = torch.randn(5, inputs, generator=torch.Generator().manual_seed(0)) * sizes
     codes, scales = encode(weight, torch.float32)
     assert (codes.dtype, codes.shape, scales.shape) == (torch.int8, weight.shape, (5, blocks))
     step = scales.repeat_interleave(inputs // blocks, dim=1)
@@ -116,12 +115,7 @@ def test_what_has_no_frozen_weights_is_refused(changes: list[str], message: str)
 
 @pytest.mark.parametrize("task", [("task=lora",), ("task=controlnet", "task.bottleneck=small")])
 def test_a_run_on_codes_resumes_to_the_bit(task: tuple[str, ...], tmp_path: Path):
-    own = (
-        *task,
-        "train.precision=bf16",
-        "train.base_weights=int8",
-        "optimizer.lr=1e-3",
-    )
+    own = (*task, "train.precision=bf16", "train.base_weights=int8", "optimizer.lr=1e-3")
     run = train(tmp_path / "run", *NARROW, *own)
     copy = cut_back(run, tmp_path / "copy", 2)
     train(copy, *NARROW, *own)

@@ -1,8 +1,6 @@
 """Pipelines out, of built stages and plain state dicts: folders that diffusers' pipelines load.
 
 They are written without those pipelines, whose import brings all networks of diffusers.
-
-Must not live here: how they take their place and are compared (export.py).
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import diffusers
@@ -18,7 +17,7 @@ from diffusers.schedulers.scheduling_ddpm_wuerstchen import DDPMWuerstchenSchedu
 from torch import Tensor
 
 from cascade_train.models.cascade.family import CASCADE
-from cascade_train.models.cascade.formats.export_vqgan import plain_vqgan
+from cascade_train.models.cascade.latent_codec import plain_vqgan
 from cascade_train.models.cascade.networks.unet import StableCascadeUNet
 from cascade_train.models.cascade.semantic_compressor import EfficientNetCompressor
 from cascade_train.models.formats.export import (
@@ -48,12 +47,10 @@ def save_prior(stage: StageC, state: Mapping[str, Tensor], directory: Path) -> f
     leaves `directory` as it was. The pipeline's scheduler is the cosine schedule with epsilon prediction, which does
     not fit a network trained for another objective.
     """
-    stage.complete()
-    network = build_plain_network(CASCADE, stage.network.config, state)
-    with replaced_directory(directory) as place, quiet():
-        multiple = stage.semantic_compressor.resolution_multiple
-        _write_pipeline(place, "StableCascadePriorPipeline", _prior_parts(network, stage), resolution_multiple=multiple)
-        return _folder_error(network, place / "prior", directory)
+    network = _plain_network(stage, state)
+    settings = {"resolution_multiple": stage.semantic_compressor.resolution_multiple}
+    parts = _prior_parts(network, stage)
+    return _save(directory, "StableCascadePriorPipeline", parts, {"prior": network}, settings)
 
 
 def save_decoder(stage: StageB, state: Mapping[str, Tensor], directory: Path) -> float:
@@ -61,17 +58,11 @@ def save_decoder(stage: StageB, state: Mapping[str, Tensor], directory: Path) ->
 
     With a Stage A that no pipeline of diffusers has, the folder holds the network alone, in `decoder/`.
     """
-    stage.complete()
-    network = build_plain_network(CASCADE, stage.network.config, state)
-    with replaced_directory(directory) as place, quiet():
-        if stage.stage_a.in_pipelines:
-            scale = _latent_scale(stage)
-            _write_pipeline(
-                place, "StableCascadeDecoderPipeline", _decoder_parts(network, stage), latent_dim_scale=scale
-            )
-        else:
-            network.save_pretrained(place / "decoder")
-        return _folder_error(network, place / "decoder", directory)
+    networks = {"decoder": _plain_network(stage, state)}
+    if not stage.stage_a.in_pipelines:
+        return _save(directory, None, networks, networks)
+    parts = _decoder_parts(networks["decoder"], stage)
+    return _save(directory, "StableCascadeDecoderPipeline", parts, networks, {"latent_dim_scale": _latent_scale(stage)})
 
 
 def save_combined(
@@ -86,16 +77,32 @@ def save_combined(
     That pipeline knows one compression, of 42.67 pixels for each of Stage C's latent positions, whatever the stages
     were trained with.
     """
-    for stage in (prior, decoder):
-        stage.complete()
-    first = build_plain_network(CASCADE, prior.network.config, prior_state)
-    second = build_plain_network(CASCADE, decoder.network.config, decoder_state)
+    first, second = _plain_network(prior, prior_state), _plain_network(decoder, decoder_state)
+    of_prior = {f"prior_{name}": part for name, part in _prior_parts(first, prior).items()}
+    parts = _decoder_parts(second, decoder) | of_prior
+    return _save(directory, "StableCascadeCombinedPipeline", parts, {"prior_prior": first, "decoder": second})
+
+
+def _plain_network(stage: StageB | StageC, state: Mapping[str, Tensor]) -> StableCascadeUNet:
+    stage.complete()
+    return build_plain_network(CASCADE, stage.network.config, state)
+
+
+def _save(
+    directory: Path,
+    pipeline: str | None,
+    parts: Mapping[str, Any],
+    networks: Mapping[str, StableCascadeUNet],
+    settings: Mapping[str, float] = MappingProxyType({}),
+) -> float:
+    """Write the parts of a pipeline and read back its networks; without a pipeline's name there is no index."""
     with replaced_directory(directory) as place, quiet():
-        of_prior = {f"prior_{name}": part for name, part in _prior_parts(first, prior).items()}
-        parts = _decoder_parts(second, decoder) | of_prior
-        _write_pipeline(place, "StableCascadeCombinedPipeline", parts)
-        written = ((first, place / "prior_prior"), (second, place / "decoder"))
-        return max(_folder_error(*each, directory) for each in written)
+        for name, part in parts.items():
+            if part is not None:
+                part.save_pretrained(place / name)
+        if pipeline is not None:
+            _write_index(place, pipeline, parts, settings)
+        return max(_folder_error(network, place / name, directory) for name, network in networks.items())
 
 
 def _folder_error(network: StableCascadeUNet, written: Path, directory: Path) -> float:
@@ -133,20 +140,17 @@ def _latent_scale(stage: StageB) -> float:
     return PUBLISHED_LATENT_SCALE if published else compressor.stride / stage.stage_a.stride
 
 
-def _write_pipeline(directory: Path, name: str, parts: Mapping[str, Any], **settings: float) -> None:
-    """Write what `save_pretrained` of a pipeline of this class would: its parts, and its settings beside their classes.
+def _write_index(place: Path, name: str, parts: Mapping[str, Any], settings: Mapping[str, float]) -> None:
+    """Write what `save_pretrained` of a pipeline of this class would: its settings, and the classes of its parts.
 
-    Of classes in its own pipelines diffusers writes its top level, where it does not find them again; here their place.
+    Of classes in its own pipelines diffusers writes its top level, where it does not find them again; here the module.
     """
     index: dict[str, Any] = {"_class_name": name, "_diffusers_version": diffusers.__version__, **settings}
     for title, part in parts.items():
-        index[title] = (None, None)
-        if part is not None:
-            part.save_pretrained(directory / title)
-            place = type(part).__module__
-            is_top = not place.startswith("diffusers.pipelines.")
-            index[title] = (place.partition(".")[0] if is_top else place, type(part).__name__)
-    (directory / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        module = type(part).__module__
+        library = module if module.startswith("diffusers.pipelines.") else module.partition(".")[0]
+        index[title] = (None, None) if part is None else (library, type(part).__name__)
+    (place / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _image_processor(side: int) -> CLIPImageProcessor:

@@ -28,7 +28,7 @@ _POSITION = re.compile(r"weights\.(\d+)\.lora_(down|up)")
 _SWAPPED = {"clip_txt_pooled_mapper": "clip_txt_mapper", "clip_txt_mapper": "clip_txt_pooled_mapper"}
 """The only modules whose order diffusers changes."""
 
-_BRACKETS = (("[", "]"), ("<", ">"))
+_BRACKETED = re.compile(r"\[.*]|<.*>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,8 @@ def _read_tokens(header: Mapping[str, str], tensors: Mapping[str, Tensor], origi
     if rows is None or not len(rows):
         return None
     if "tokens" not in header:
-        log.warning(
-            "%s: its %d trained tokens are left out: they are stored as differences, without their names.",
-            origin,
-            len(rows),
-        )
+        what = "trained tokens are left out: they are stored as differences, without their names"
+        log.warning("%s: its %d %s.", origin, len(rows), what)
         return None
     strings = tuple(json.loads(header["tokens"]))
     ids = tuple(int(each) for each in tensors["embeddings.indices"])
@@ -135,7 +132,8 @@ def write_original(path: Path, lora: StoredLora, modules: Mapping[str, Shape], m
     Every adapter of the file has the same rank, as the original asks; load it with `rank` and `module_filters` as in
     the header, and with `train_tokens: [[<token>, null], …]`. A ConfigError where the original has no place.
     """
-    _check_expressible(lora, modules)
+    if (reason := _inexpressible(lora, modules)) is not None:
+        raise ConfigError(f"the original's layout has no place for {reason}; choose another format")
     places = [p for p in original_places(modules, None) if any(f"{n}.lora_A.weight" in lora.state for n in p.ours)]
     joined = [_join(place, lora, modules) for place in places]
     rank = max(down.shape[0] for down, _ in joined)
@@ -152,22 +150,19 @@ def write_original(path: Path, lora: StoredLora, modules: Mapping[str, Shape], m
     write_tensors(path, tensors, {**metadata, **header, "base_size": lora.spec.base_size or ""})
 
 
-def _check_expressible(lora: StoredLora, modules: Mapping[str, Shape]) -> None:
-    reason = None
+def _inexpressible(lora: StoredLora, modules: Mapping[str, Shape]) -> str | None:
+    """Return what of an adapter the original's layout has no place for; None = nothing."""
     if lora.spec.dora:
-        reason = "weights that are decomposed (dora)"
-    elif lora.text_encoder:
-        reason = "adapters of the text encoder"
-    elif any(max(modules[name][2:], default=1) > 1 for name in lora.spec.targets):
-        reason = "convolutions that are larger than one pixel"
-    elif lora.tokens is not None and not all(lora.tokens.is_new):
-        reason = "tokens that the vocabulary held before"
-    elif lora.tokens is not None and not all(
-        any(string.startswith(a) and string.endswith(b) for a, b in _BRACKETS) for string in lora.tokens.strings
-    ):
-        reason = "new tokens without brackets such as [name]"
-    if reason is not None:
-        raise ConfigError(f"the original's layout has no place for {reason}; choose another format")
+        return "weights that are decomposed (dora)"
+    if lora.text_encoder:
+        return "adapters of the text encoder"
+    if any(max(modules[name][2:], default=1) > 1 for name in lora.spec.targets):
+        return "convolutions that are larger than one pixel"
+    if lora.tokens is not None and not all(lora.tokens.is_new):
+        return "tokens that the vocabulary held before"
+    if lora.tokens is not None and not all(_BRACKETED.fullmatch(string) for string in lora.tokens.strings):
+        return "new tokens without brackets such as [name]"
+    return None
 
 
 def _join(place: Place, lora: StoredLora, modules: Mapping[str, Shape]) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,8 @@
-"""Names of Stable Cascade's tensors, diffusers' and the original's, and the published sizes by their shapes.
-
-Must not live here: files (formats/).
-"""
+"""Names of Stable Cascade's tensors, diffusers' and the original's, and the published sizes by their shapes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -12,12 +10,7 @@ from torch import Tensor
 
 from cascade_train.models.family import Shape, Stored
 
-SIZES = {
-    "c_3b": "Stage C 3.6B",
-    "c_1b": "Stage C 1B",
-    "b_3b": "Stage B 3B",
-    "b_700m": "Stage B 700M",
-}
+SIZES = {"c_3b": "Stage C 3.6B", "c_1b": "Stage C 1B", "b_3b": "Stage B 3B", "b_700m": "Stage B 700M"}
 """What each published size is called, by the `model=` that fits it."""
 
 _FUSED = {"attn.in_proj_weight": "weight", "attn.in_proj_bias": "bias"}
@@ -42,9 +35,7 @@ def map_keys(stored_names: Iterable[str]) -> dict[str, Stored]:
 
 
 def _rename(name: str) -> str:
-    if name.startswith("clip_mapper."):
-        return "clip_txt_pooled_mapper." + name.removeprefix("clip_mapper.")
-    return name.replace("attn.out_proj.", "to_out.0.")
+    return re.sub(r"^clip_mapper\.", "clip_txt_pooled_mapper.", name).replace("attn.out_proj.", "to_out.0.")
 
 
 def original_layout(names: Iterable[str]) -> dict[str, tuple[str, ...]]:

@@ -1,7 +1,5 @@
 """The control network: from a control map to what is added in front of a denoising network's residual blocks.
 
-Must not live here: the map (filters/), files (formats/controlnet_files.py), and what trains (tasks/controlnet.py).
-
 Shape legend: B batch, C channels, H W size of the map, D width of a controlled block.
 """
 
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.models.cascade.networks.efficientnet import build_control_features
-from cascade_train.models.initialize import ONES, ZEROS, Fill, Rule, convolution_rule, initialise, torch_uniform
+from cascade_train.models.initialize import ZEROS, Fill, Rule, convolution_rule, initialise, torch_rule
 
 LARGE_WIDTHS = (16384, 1024, 1280)
 """Widths inside the large bottleneck, and of its features."""
@@ -74,16 +72,12 @@ class ControlNetwork(nn.Module):
 
     def _check(self, control_BCHW: Tensor) -> None:
         spec, (_, channels, *size) = self.spec, control_BCHW.shape
-        if channels != spec.channels:
-            raise ValueError(
-                f"control map of {channels} channels: this control network takes {spec.channels}; use the filter that "
-                "it was trained with"
-            )
         smallest = 3 if spec.bottleneck == "effnet" and channels != 3 else 1
-        if min(size) < smallest:
+        if channels != spec.channels or min(size) < smallest:
             raise ValueError(
-                f"control map of {size[0]} x {size[1]} pixels: this control network needs {smallest} x {smallest} at "
-                "least; use larger images"
+                f"control map of {channels} channels and {size[0]} x {size[1]} pixels: this control network takes "
+                f"{spec.channels} channels, and {smallest} x {smallest} pixels at least; use the filter that it was "
+                "trained with, or larger images"
             )
 
     def units(self) -> list[list[nn.Module]]:
@@ -140,13 +134,6 @@ def _small(channels: int) -> nn.Sequential:
     return nn.Sequential(*(layer for pair in layers for layer in pair))
 
 
-def _torch_default(owner: nn.Module, name: str) -> Fill:
-    """Return torch's own fill of a convolution's weight and bias, or of a norm's."""
-    if isinstance(owner, nn.Conv2d):
-        return torch_uniform(owner.weight)
-    return ONES if name.endswith("weight") else ZEROS
-
-
 BACKBONES: Mapping[str, tuple[Callable[[int], nn.Sequential], Rule | None]] = {
     "effnet": (build_control_features, convolution_rule(EFFNET_GAIN)),
     "simple": (_simple, None),
@@ -161,15 +148,13 @@ def build_control_network(spec: ControlSpec, *, device: torch.device, seed: int)
     with torch.device("meta"):
         network = ControlNetwork(spec)
 
-    backbone_rule = BACKBONES[spec.bottleneck][1]
+    of_torch = torch_rule(network)
+    of_backbone = BACKBONES[spec.bottleneck][1] or of_torch
 
     def rule(name: str, parameter: nn.Parameter) -> Fill:
-        is_projection = name.startswith("projections.")
-        if is_projection and name.endswith(".2.weight"):
-            return ZEROS
-        if is_projection or backbone_rule is None:
-            return _torch_default(network.get_submodule(name.rpartition(".")[0]), name)
-        return backbone_rule(name, parameter)
+        if name.startswith("backbone."):
+            return of_backbone(name, parameter)
+        return ZEROS if name.endswith(".2.weight") else of_torch(name, parameter)
 
     initialise(network, rule, device=device, dtype=torch.float32, seed=seed)
     return network

@@ -1,7 +1,5 @@
 """EfficientNet-V2-S as torchvision lays it out, without its classifier: features at a 32nd of the size, 1280 channels.
 
-Must not live here: what it is used for (semantic_compressor.py, controlnet.py).
-
 Shape legend: B batch, C channels, H W image size.
 """
 
@@ -64,9 +62,8 @@ def build_control_features(channels: int) -> nn.Sequential:
 def load_features(features: nn.Module, source: str, *, key: str) -> None:
     """Give features from `build_control_features`, which have memory, their trained values, in place.
 
-    Of more or fewer channels than 3, the first three are those of red, green and blue as far as there are as many, and
-    the others begin at zero. `source` is "imagenet", or a file of torchvision, of the compressor or of bare features,
-    else a ConfigError that names `key`.
+    Of other channels than 3, the first three are red, green and blue as far as there are as many, and the others begin
+    at zero. `source` is "imagenet", or a file of torchvision, of the compressor or of bare features.
     """
     found = {name: value.float() for name, value in _read(source, key).items()}
     wanted = features.state_dict()

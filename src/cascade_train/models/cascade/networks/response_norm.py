@@ -1,8 +1,5 @@
 """GELU, global response norm and dropout of a residual block as one operator with a closed-form backward.
 
-Lives here: the operator, its eager form, and the choice of it in a network. Must not live here: the kernels for CUDA
-devices (response_norm_triton.py).
-
 g = GELU(h), n = |g| over height and width, s = n / (mean of n over channels + eps), out = dropout(g (1 + gamma s) +
 beta): Woo et al. 2023, ConvNeXt V2, and Stable Cascade, modules/common.py. Backward keeps h and reads out, which the
 next linear layer keeps anyway: 11 tensors of a block's size where autograd keeps 19. What dropout zeroes is -0.0 in

@@ -1,10 +1,7 @@
 """The denoising network of Stage B and C: diffusers' `StableCascadeUNet` with its own walk through the levels.
 
-Lives here: the forward pass in (residual, timestep, attention) units, control maps, and the fp32 time embedding. Must
-not live here: weights (initialize.py, formats/weights.py), attention kernels (attention.py) and what the network is
-conditioned on (stage_c.py).
-
-Same state-dict keys and config as the parent, so folders and pipelines of diffusers fit.
+Same state-dict keys and config as the parent, so folders and pipelines of diffusers fit. Must not live here: weights
+(initialize.py, formats/weights.py), and what the network is conditioned on (stage_c.py).
 
 Shape legend: B batch, C channels, H W latent size, L tokens, D width.
 """
@@ -20,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cascade_train.files.package import without_siblings
 from cascade_train.models.cascade.family import CASCADE
-from cascade_train.models.networks.attention import draws_random_numbers, set_attention
+from cascade_train.models.networks.block_network import draws_random_numbers, set_attention
 
 with without_siblings("diffusers.models.unets"):
     from diffusers.models.unets.unet_stable_cascade import (
@@ -44,7 +41,7 @@ class CascadeUNet(StableCascadeUNet):
     `compile_units` compiles a whole unit as one function. A unit is recomputed from outside of what is compiled.
 
     Setting `gradient_checkpointing` recomputes a whole unit in backward. The dropout of the config acts inside the
-    residual blocks and on the attention's output, or on its probabilities after `drop_probabilities` of attention.py.
+    residual blocks and on the attention's output, or on its probabilities after `drop_probabilities`.
     """
 
     family = CASCADE
@@ -53,14 +50,10 @@ class CascadeUNet(StableCascadeUNet):
     _is_compiled = False
 
     def compile_units(self, *, each_block: bool = False, **options: Any) -> int:
-        """Compile each unit as one function, or each block by itself, for all sizes from the start.
+        """Compile each unit as one function for all sizes from the start; `options` are of `torch.compile`.
 
-        Args:
-            each_block: leave calls of blocks as they are, since hooks on them cannot be compiled (FSDP2).
-            options: of `torch.compile`.
-
-        Returns:
-            How often a function may be compiled: the kinds of calls, for each level.
+        `each_block`: each block by itself, as hooks on them, which cannot be compiled, need (FSDP2). Returns how often
+        a function may be compiled: the kinds of calls, for each level.
         """
         self._is_compiled = True
         if each_block:
@@ -86,7 +79,7 @@ class CascadeUNet(StableCascadeUNet):
         return [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
 
     def set_attention(self, name: str) -> None:
-        """Choose the attention kernel, see `attention.set_attention`."""
+        """Choose the attention kernel, see `block_network.set_attention`."""
         set_attention(self, name)
 
     def time_embedding(self, timestep_ratio: Tensor, sca: Tensor | None, crp: Tensor | None) -> Tensor:
@@ -109,10 +102,7 @@ class CascadeUNet(StableCascadeUNet):
         """Map text, pooled text and image embeddings to condition tokens (B, L, D), layer-normalised.
 
         `clip_txt` (B, L, D) gives one token each; `clip_txt_pooled` and `clip_img`, (B, D) or (B, N, D), `clip_seq`
-        tokens per vector.
-
-        Raises:
-            ValueError: only one of `clip_txt` and `clip_img` is given.
+        tokens per vector. A ValueError where only one of `clip_txt` and `clip_img` is given.
         """
         if (clip_txt is None) != (clip_img is None):
             raise ValueError("clip_text and clip_img belong together: pass zeros (B, 1, D) as clip_img for no image")
@@ -210,9 +200,6 @@ class CascadeUNet(StableCascadeUNet):
             return_dict: False = a tuple of one tensor.
             control: maps (B, C, H', W') by index of the executed residual block (down, then up, every repeat pass
                 counts), added in front of the block, resized bilinearly; indices past the last block have no effect.
-
-        Raises:
-            ValueError: only one of `clip_text` and `clip_img` is given.
         """
         x = self._embed(sample, effnet, pixels)
         time = self.time_embedding(timestep_ratio, sca, crp).to(x.dtype)

@@ -1,7 +1,5 @@
 """Stage A's network: diffusers' `PaellaVQModel` with a forward pass that training needs.
 
-Must not live here: losses (tasks/vqgan.py), and Stage A as a frozen part of Stage B (latent_codec.py).
-
 Shape legend: B batch, C latent channels, H W image size, h w latent size, N latent positions, K codes.
 """
 
@@ -120,6 +118,4 @@ def vq_rule(name: str, parameter: nn.Parameter) -> Fill:
     Residual blocks begin as the identity (their scalars are zero, as in the original), the norm's scale at one, and
     codes as normals.
     """
-    if name == "vquantizer.embedding.weight":
-        return Fill(kind="normal", scale=1.0)
-    return _KERNELS(name, parameter)
+    return Fill(kind="normal", scale=1.0) if name == "vquantizer.embedding.weight" else _KERNELS(name, parameter)

@@ -1,8 +1,4 @@
-"""Pipelines of Stable Diffusion out, of a built stage and a plain state dict: folders that diffusers loads.
-
-Must not live here: how they take their place and are compared (export.py), and pipelines of the cascade
-(export_pipelines.py).
-"""
+"""Pipelines of Stable Diffusion out, of a built stage and a plain state dict: folders that diffusers loads."""
 
 from __future__ import annotations
 

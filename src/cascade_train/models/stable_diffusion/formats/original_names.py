@@ -1,13 +1,14 @@
 """The original's names of Stable Diffusion's modules and tensors, from diffusers' (ldm and sgm, their openaimodel.py).
 
-Lives here: names alone, of UNet, autoencoder and text towers. Must not live here: files (single_file.py,
-export_single_file.py) and adapters (lora_files_keyed.py).
+Lives here: names alone, of UNet, autoencoder and text towers, and of models in headers. Must not live here: files
+(single_file.py) and adapters (lora_files_keyed.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,12 @@ _OPEN_CLIP = (
     ("embeddings.token_embedding", "token_embedding"),
     ("embeddings.position_embedding.weight", "positional_embedding"),
 )
+
+_GENERATIVE_MODELS = "https://github.com/Stability-AI/generative-models"
+_SD2_WIDTH = 1024
+_STRIDE = 8
+_V_SIDE = 96
+"""Latent side of the Stable Diffusion 2 that predicts velocity."""
 
 
 def unet_modules(modules: Iterable[str]) -> dict[str, str]:
@@ -140,3 +147,24 @@ def _open_clip(name: str) -> str:
     for theirs, ours in _OPEN_CLIP:
         name = name.replace(theirs, ours)
     return name
+
+
+def of_unet(config: Mapping[str, Any], *, is_lora: bool, prediction: str | None) -> dict[str, str]:
+    """Return the header of a UNet of this diffusers config, as sd-scripts has it (library/sai_model_spec.py).
+
+    `prediction` is "epsilon" or "v_prediction"; None = that of the published model of this size.
+    """
+    is_xl = config.get("addition_embed_type") is not None
+    is_v2 = not is_xl and config["cross_attention_dim"] == _SD2_WIDTH
+    published_v = is_v2 and config["sample_size"] == _V_SIDE
+    is_v = prediction == "v_prediction" or (prediction is None and published_v)
+    of_v2 = "stable-diffusion-v2-768-v" if is_v else "stable-diffusion-v2-512"
+    side = _STRIDE * config["sample_size"]
+    architecture = "stable-diffusion-xl-v1-base" if is_xl else of_v2 if is_v2 else "stable-diffusion-v1"
+    return {
+        "modelspec.architecture": architecture,
+        "modelspec.implementation": "diffusers" if is_lora and not is_xl else _GENERATIVE_MODELS,
+        "modelspec.resolution": f"{side}x{side}",
+        "modelspec.prediction_type": "v" if is_v else "epsilon",
+        "ss_base_model_version": "sdxl_base_v1-0" if is_xl else f"sd_v{2 if is_v2 else 1}{'_v' if is_v else ''}",
+    }

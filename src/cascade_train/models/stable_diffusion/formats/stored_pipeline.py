@@ -1,26 +1,16 @@
-"""A folder of diffusers' pipeline as the configuration that a run on it would have.
-
-Must not live here: where folders lie (formats/weights_source.py), and how weights are read (formats/weights.py).
-"""
+"""A folder of diffusers' pipeline as the configuration that a run on it would have."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import parsing, stored_mapping
-
-NETWORK = (
-    "sample_size", "in_channels", "out_channels", "block_out_channels", "layers_per_block", "down_block_types",
-    "up_block_types", "transformer_layers_per_block", "attention_head_dim", "cross_attention_dim",
-    "use_linear_projection", "upcast_attention", "addition_embed_type", "addition_time_embed_dim",
-    "projection_class_embeddings_input_dim", "dropout", "act_fn", "norm_num_groups", "norm_eps",
-    "downsample_padding", "mid_block_scale_factor", "center_input_sample", "flip_sin_to_cos", "freq_shift",
-)  # fmt: skip
-"""Arguments of a `ConditionUNetConfig`."""
+from cascade_train.models.stable_diffusion.unet_config import ConditionUNetConfig
 
 LATENT_SIDE = 64
 """Of a network whose configuration does not say it: of 512 pixels."""
@@ -36,10 +26,8 @@ _EDM = {"sigma_min": 0.002, "sigma_max": 80.0, "sigma_data": 0.5, "rho": 7.0}
 def stored_pipeline(folder: Path, base: str) -> tuple[list[str], dict[str, Any]]:
     """Return overrides and values by dotted key of a training that would go on from a pipeline's folder.
 
-    `base` is the model whose sizes the folder's own replace.
-
-    Raises:
-        ConfigError: a part or a configuration that is not there, or an architecture that this library does not build.
+    `base` is the model whose sizes the folder's own replace. A ConfigError for a part that is not there, or an
+    architecture that this library does not build.
     """
     with parsing(f"{folder}: a config.json"):
         schedule = _json(folder / "scheduler" / "scheduler_config.json")
@@ -71,7 +59,7 @@ def _network(stored: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("attention_head_dim", "transformer_layers_per_block"):
         found[name] = [found[name]] * len(found["block_out_channels"]) if isinstance(found[name], int) else found[name]
     found["sample_size"] = found["sample_size"] or LATENT_SIDE
-    wanted = {name: found[name] for name in NETWORK}
+    wanted = {field.name: found[field.name] for field in fields(ConditionUNetConfig)}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in wanted.items()}
 
 

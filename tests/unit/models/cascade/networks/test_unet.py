@@ -176,9 +176,3 @@ def test_skip_of_another_size_is_resized() -> None:
 def test_batches_do_not_mix(network: CascadeUNet) -> None:
     inputs = {key: value[:1] for key, value in network_inputs().items()}
     torch.testing.assert_close(network(**inputs).sample, predict(network)[:1], atol=1e-4, rtol=1e-4)
-
-
-def test_saved_config_and_weights_load_in_diffusers(network: CascadeUNet, tmp_path: object) -> None:
-    network.save_pretrained(tmp_path)
-    loaded = StableCascadeUNet.from_pretrained(tmp_path)
-    assert torch.equal(loaded(**network_inputs()).sample, predict(network))

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade.networks.unet import CascadeUNet
-from cascade_train.models.networks import attention
-from cascade_train.models.networks.attention import drop_probabilities, set_attention
+from cascade_train.models.networks import block_network
+from cascade_train.models.networks.block_network import drop_probabilities, set_attention
 from tests.unit.models.stages import filled_network, network_inputs
 
 WIDTH, HEADS, P = 32, 4, 0.5
@@ -96,19 +96,13 @@ def test_a_chosen_kernel_reaches_every_block() -> None:
     assert kernels(filled_network()) == {"ProbabilityDropout"}
 
 
-def test_an_unknown_kernel_is_refused(network: CascadeUNet) -> None:
+def test_a_kernel_that_is_not_there_is_refused(network: CascadeUNet, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="attention=flash: must be one of sdpa, xformers, math"):
         network.set_attention("flash")
-
-
-def test_missing_xformers_names_the_extra(network: CascadeUNet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "is_xformers_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(block_network, "is_xformers_available", lambda: False)
     with pytest.raises(ConfigError, match=r"pip install --editable '\.\[xformers\]'"):
         network.set_attention("xformers")
-
-
-def test_xformers_without_a_cuda_device_is_refused(network: CascadeUNet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "is_xformers_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="attention=xformers: its kernels need a CUDA device.*use attention=sdpa"):
+    monkeypatch.setattr(block_network, "is_xformers_available", lambda: True)
+    with pytest.raises(ConfigError, match="attention=xformers: needs a CUDA device.*use attention=sdpa"):
         network.set_attention("xformers")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.models.cascade.formats import controlnet_file
-from cascade_train.models.cascade.formats.controlnet_file import StoredControl, read_control, save_control
+from cascade_train.models.cascade import control
+from cascade_train.models.cascade.control import StoredControl, read_control, save_control
 from cascade_train.models.cascade.networks.controlnet import ControlNetwork, ControlSpec, build_control_network
 
 KEY = "task.weights"
@@ -45,13 +44,6 @@ def test_what_is_written_is_read_back_whole(bottleneck: str, tmp_path: Path) -> 
         assert all(torch.equal(found.state[name], value) for name, value in given.state.items())
 
 
-@pytest.mark.parametrize("bottleneck", ["simple", "small"])
-def test_a_file_of_the_original_says_all_but_the_blocks_and_the_filter(bottleneck: str, tmp_path: Path) -> None:
-    given = stored(bottleneck)
-    found = read_control(bare(given, tmp_path), key=KEY, blocks=[3, 0])
-    assert (found.spec, found.base_size, found.filter) == (given.spec, None, None)
-
-
 @pytest.mark.parametrize(
     ("name", "channels", "bottleneck", "count"),
     [("canny", 1, "effnet", 796), ("inpainting", 4, "effnet", 796), ("super_resolution", 16, "large", 86)],
@@ -63,8 +55,8 @@ def test_the_published_layouts_are_told_by_names_and_shapes(
     with torch.device("meta"):
         tensors = ControlNetwork(spec).state_dict()
     assert len(tensors) == count
-    monkeypatch.setattr(controlnet_file, "_find", lambda source, key: Path(source))
-    monkeypatch.setattr(controlnet_file, "read_tensors", lambda path, key, what: ({}, tensors))
+    monkeypatch.setattr(control, "_find", lambda source, key: Path(source))
+    monkeypatch.setattr(control, "read_tensors", lambda path, key, what: ({}, tensors))
     assert read_control(f"{name}.safetensors", key=KEY, blocks=PUBLISHED).spec == spec
     with pytest.raises(
         ConfigError, match=f"holds 8 projections of task.bottleneck={bottleneck} for maps of {channels} "
@@ -90,46 +82,27 @@ def test_blocks_that_the_header_contradicts_are_refused(tmp_path: Path) -> None:
         read_control(str(tmp_path), key=KEY, blocks=[0, 3])
 
 
-def something_else(folder: Path) -> str:
-    save_file({"conv.weight": torch.zeros(2)}, folder / "a.safetensors")
-    return str(folder / "a.safetensors")
-
-
-def damaged(folder: Path) -> str:
-    (folder / "a.safetensors").write_bytes(b"\x08")
-    return str(folder / "a.safetensors")
-
-
-def run_of_something_else(folder: Path) -> str:
-    (folder / "export" / "prior").mkdir(parents=True)
-    return str(folder)
-
-
-def empty_export(folder: Path) -> str:
-    (folder / "export" / "controlnet").mkdir(parents=True)
-    return str(folder)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (something_else, "holds no control network, but conv.weight; name a controlnet.safetensors"),
-        (damaged, "is no readable control network"),
-        (run_of_something_else, "this run has left no export/controlnet, only prior"),
-        (empty_export, "no controlnet.safetensors in .*; name a run of task=controlnet"),
-        (lambda folder: str(folder / "none.safetensors"), "no such file or folder"),
-    ],
-)
-def test_what_is_no_control_network_is_refused(make: Callable[[Path], str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_control(make(tmp_path), key=KEY)
+def test_what_is_no_control_network_is_refused(tmp_path: Path) -> None:
+    save_file({"conv.weight": torch.zeros(2)}, tmp_path / "other.safetensors")
+    (tmp_path / "damaged.safetensors").write_bytes(b"\x08")
+    (tmp_path / "run" / "export" / "prior").mkdir(parents=True)
+    (tmp_path / "empty" / "export" / "controlnet").mkdir(parents=True)
+    for source, message in (
+        ("other.safetensors", "holds no control network, but conv.weight; name a controlnet.safetensors"),
+        ("damaged.safetensors", "is no readable control network"),
+        ("run", "this run has left no export/controlnet, only prior"),
+        ("empty", "no controlnet.safetensors in .*; name a run of task=controlnet"),
+        ("none.safetensors", "no such file or folder"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_control(str(tmp_path / source), key=KEY)
 
 
 def test_a_file_that_reads_back_differently_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
         save_file({name: value + 1 for name, value in tensors.items()}, path, metadata)
 
-    monkeypatch.setattr(controlnet_file, "write_tensors", spoil)
+    monkeypatch.setattr(control, "write_tensors", spoil)
     with pytest.raises(RunError, match="reads back differently"):
         save_control(stored(), tmp_path / "controlnet")
     assert not (tmp_path / "controlnet").exists()
