@@ -77,7 +77,8 @@ RANGES = {
     "checkpoint.keep_last=null checkpoint.keep_best=1 checkpoint.best_metric=loss": "keep_best has no effect with",
     **{
         f"tracker.name={name}": f"tracker={name} needs tracker.project"
-        for name in {*TrackerName} - {"none", "tensorboard", "dvclive"}
+        for name in TrackerName
+        if name not in ("none", "tensorboard", "dvclive")
     },
 }
 
