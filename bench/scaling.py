@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
+from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `bench` is a package of this checkout
 
 from bench import step as bench
 from cascade_train.__main__ import launch
 from cascade_train.engine.loop import Trainer
-from cascade_train.engine.loss_charts import Line, draw_chart
 
 SMALL = ("model.weights=null", "train.global_batch_size=4")
 AXES: dict[str, dict[int, tuple[str, ...]]] = {
@@ -92,21 +91,15 @@ def be_rank(axis: str, number: int, rounds: int, out: Path) -> None:
     assert launch(overrides) == 0
 
 
-def charts(points: Mapping[str, Mapping[int, Mapping[str, float]]]) -> Image.Image:
+def charts(points: Mapping[str, Mapping[int, Mapping[str, float]]]) -> Figure:
     """Return a chart of milliseconds for each axis, one below the other."""
-    drawn = []
-    for axis, medians in points.items():
-        lines = [
-            Line(
-                label=label, colour=COLOURS[kind], points=[(n, each[kind]) for n, each in medians.items()], dotted=True
-            )
-            for kind, label in LABELS.items()
-        ]
-        drawn.append(draw_chart(f"milliseconds of a step over {axis}", lines, x_format=".3g"))
-    picture = Image.new("RGB", (drawn[0].width, sum(each.height for each in drawn)), "white")
-    for number, each in enumerate(drawn):
-        picture.paste(each, (0, sum(before.height for before in drawn[:number])))
-    return picture
+    figure = Figure(figsize=(7.2, 3.6 * len(points)), layout="constrained")
+    for axes, (axis, medians) in zip(figure.subplots(len(points), squeeze=False)[:, 0], points.items(), strict=True):
+        for kind, label in LABELS.items():
+            axes.plot(list(medians), [each[kind] for each in medians.values()], "o-", color=COLOURS[kind], label=label)
+        axes.set(title=f"milliseconds of a step over {axis}", ylim=(0, None))
+        axes.legend(frameon=False)
+    return figure
 
 
 def table(points: Mapping[str, Mapping[int, Mapping[str, float]]]) -> str:
@@ -144,7 +137,7 @@ def main() -> None:
     facts = bench.facts()
     print(json.dumps(facts), table(points), sep="\n\n")
     args.out.write_text(json.dumps({**facts, "rounds": args.rounds, "seconds": seconds}) + "\n")
-    charts(points).save(args.out.with_suffix(".png"))
+    charts(points).savefig(args.out.with_suffix(".png"))
     return None
 
 

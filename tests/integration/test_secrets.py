@@ -12,7 +12,6 @@ import yaml
 
 from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
-from cascade_train.engine.run import environment
 from tests.integration.runs import SMALL
 from tests.unit.data import tars
 
@@ -54,7 +53,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def started(directory: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     given = [*arguments, f"run.dir={directory}"]
-    monkeypatch.setattr(environment.sys, "orig_argv", [sys.executable, "-m", "cascade_train", *given])
+    monkeypatch.setattr(directory.sys, "orig_argv", [sys.executable, "-m", "cascade_train", *given])
     return launch(given)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.data.test_regularised import regularised
 
 from cascade_train.batch import sample_seed
 from cascade_train.data.captions import Captions
@@ -21,6 +20,7 @@ from cascade_train.data.tags import Tags
 from cascade_train.errors import RunError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import loading
+from tests.unit.data.test_mixture import regularised
 from tests.unit.data.test_shapes import shapes
 
 PIXELS = np.zeros((1, 1, 3), dtype=np.uint8)

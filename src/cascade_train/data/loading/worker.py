@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from cascade_train.batch import Batch, SampleTransform, Unreadable, sample_seed
 from cascade_train.data.decoding.decode import fast_jpeg_decoder
@@ -160,10 +160,10 @@ def _stacked(samples: list[_Sample]) -> dict[str, Any]:
     framed = [sample.framed for sample in samples if sample.framed is not None]
     if not framed:
         return {"image_BCHW": None, "tensors": tensors}
-    images = [each.image for each in framed]  # views of another order in memory
+    images = default_collate([torch.from_numpy(each.image) for each in framed])  # in a worker, in shared memory
     boxes = [(each.box.top, each.box.left, each.box.height, each.box.width) for each in framed]
     return {
-        "image_BCHW": torch.from_numpy(np.stack(images, out=np.empty((len(images), *images[0].shape), np.uint8))),
+        "image_BCHW": images.contiguous(),
         "tensors": tensors,
         "original_size_B2": torch.tensor([each.size for each in framed], dtype=torch.int64),
         "crop_B4": torch.tensor(boxes, dtype=torch.int64),
