@@ -81,9 +81,9 @@ class Bucketed(Adaptive, abc.ABC):
     """Base of what learns a running loss per bucket of logSNR.
 
     Attributes:
-        logsnr_range: where the buckets begin and end.
-        buckets: number of buckets.
-        beta: share of the old loss that an update keeps.
+        logsnr_range: lowest and highest logSNR, where the buckets begin and end.
+        buckets: number of buckets, at least 2.
+        beta: share of the old loss that an update keeps, in [0, 1].
         duplicates: of several samples of one bucket, "mean" takes the mean loss, "last" the last one's (the original).
     """
 

@@ -45,7 +45,11 @@ class LossWeight(Adaptive, abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantLossWeight(LossWeight):
-    """The weight `v` everywhere."""
+    """The same weight everywhere.
+
+    Attributes:
+        v: the weight.
+    """
 
     v: float
 
@@ -62,7 +66,13 @@ class SNRLossWeight(LossWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class P2LossWeight(LossWeight):
-    """(k + SNR^s)^-gamma (Choi et al. 2022, eq. 8, with an exponent s); Stable Cascade trains with 1, 1, 1."""
+    """(k + SNR^s)^-gamma (Choi et al. 2022, eq. 8, with an exponent); Stable Cascade trains with 1, 1, 1.
+
+    Attributes:
+        k: keeps the weight finite at low SNR, > 0.
+        gamma: strength.
+        s: exponent of the SNR.
+    """
 
     k: Positive[float]
     gamma: float
@@ -81,7 +91,11 @@ class SNRPlusOneLossWeight(LossWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class MinSNRLossWeight(LossWeight):
-    """min(SNR, max_snr), the weight in x0 of Hang et al. 2023, eq. 7; divide by SNR for an epsilon target."""
+    """min(SNR, max_snr), the weight in x0 of Hang et al. 2023, eq. 7; divide by SNR for an epsilon target.
+
+    Attributes:
+        max_snr: the paper's gamma, > 0.
+    """
 
     max_snr: Positive[float]
 
@@ -93,8 +107,9 @@ class MinSNRLossWeight(LossWeight):
 class MinSNRGammaLossWeight(LossWeight):
     """min(SNR, gamma) in the loss of x0, written for what the network predicts (Hang et al. 2023, eq. 7, section 3.4).
 
-    From SNR = `gamma` on, 5 in the paper, less noise gets no more weight. It is divided by SNR where `target`, what the
-    network predicts, is epsilon, and by SNR + 1 where it is v.
+    Attributes:
+        gamma: from this SNR on, less noise gets no more weight; 5 in the paper, > 0.
+        target: what the network predicts: the weight is divided by SNR for epsilon, by SNR + 1 for v.
     """
 
     gamma: Positive[float]
@@ -115,7 +130,11 @@ class MinSNRPlusOneLossWeight(MinSNRLossWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class TruncatedSNRLossWeight(LossWeight):
-    """max(SNR, min_snr), with min_snr = 1 in the paper (Salimans & Ho 2022, section 4)."""
+    """max(SNR, min_snr) (Salimans & Ho 2022, section 4).
+
+    Attributes:
+        min_snr: the floor, 1 in the paper.
+    """
 
     min_snr: float
 
@@ -125,7 +144,11 @@ class TruncatedSNRLossWeight(LossWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class SechLossWeight(LossWeight):
-    """1 / cosh(logSNR / div) (Kingma & Gao 2023, table 1)."""
+    """1 / cosh(logSNR / div) (Kingma & Gao 2023, table 1).
+
+    Attributes:
+        div: width, > 0.
+    """
 
     div: Positive[float]
 
@@ -142,7 +165,11 @@ class DebiasedLossWeight(LossWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class SigmoidLossWeight(LossWeight):
-    """sigmoid(s * logSNR); s = 1 weighs data, s = -1 noise."""
+    """sigmoid(s * logSNR); s = 1 weighs data, s = -1 noise.
+
+    Attributes:
+        s: slope.
+    """
 
     s: float
 
@@ -152,7 +179,12 @@ class SigmoidLossWeight(LossWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class ComposedLossWeight(AdaptiveParts, LossWeight):
-    """The product of the weights `mul` over the product of the weights `div`, each with its own shift and clamp."""
+    """A product of weights over a product of weights.
+
+    Attributes:
+        mul: the factors; their own shift and clamp apply.
+        div: the divisors; their own shift and clamp apply.
+    """
 
     mul: list[LossWeight]
     div: list[LossWeight]
@@ -179,10 +211,12 @@ class ComposedLossWeight(AdaptiveParts, LossWeight):
 class AdaptiveLossWeight(Bucketed, LossWeight):
     """One over the running loss at this logSNR: every noise level counts equally (Stable Cascade).
 
-    Buckets: one below, one above, the rest of equal width between the ends of the range; at least 3. A sample is
-    weighted before the running loss includes it.
+    Buckets: one below, one above, the rest of equal width between the ends of the range. A sample is weighted before
+    the running loss includes it.
 
     Attributes:
+        logsnr_range: where the inner buckets begin and end.
+        buckets: number of buckets, at least 3.
         weight_range: lowest and highest weight.
         update: "step" = once a step from the global batch, equally on all ranks; "micro_batch" = from each micro-batch,
             as in the original: every rank has buckets of its own, and a checkpoint has rank 0's.

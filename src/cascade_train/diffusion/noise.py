@@ -48,8 +48,9 @@ class PyramidNoise(Noise):
 
     Args:
         levels: levels in all, the finest included.
-        discount: share of a level's amplitude that the next coarser one has.
+        discount: share of a level's amplitude that the next coarser one has, in [0, 1].
         side_range: smallest and largest side of a coarse grid that takes part; null = every one.
+        interpolation: how a coarse grid is enlarged.
         square_grids: make coarse grids as wide as they are high, whatever the latent's shape, as in the original.
     """
 

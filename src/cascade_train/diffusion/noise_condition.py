@@ -50,9 +50,11 @@ class NoiseCondition(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class CosineTimeCondition(NoiseCondition):
-    """The time at which the cosine schedule of offset `s` has this logSNR; the input of Stable Cascade's networks.
+    """The time at which the cosine schedule has this logSNR; the input of Stable Cascade's networks.
 
-    `clamp_range` bounds a^2 as well as the time.
+    Attributes:
+        s: the schedule's offset, in [0, 1].
+        clamp_range: lowest and highest value, of a^2 as well as of the time.
     """
 
     unit = "time"
@@ -75,7 +77,11 @@ class EDMCondition(NoiseCondition):
 
 @dataclass(frozen=True, kw_only=True)
 class EDMSigmaCondition(NoiseCondition):
-    """The noise level sigma, times the standard deviation `sigma_data` of the data."""
+    """The noise level sigma itself.
+
+    Attributes:
+        sigma_data: standard deviation of the data, > 0, by which the level is multiplied.
+    """
 
     sigma_data: Positive[float]
 
@@ -112,7 +118,8 @@ class RectifiedFlowCondition(NoiseCondition):
 class FlowTimestepCondition(NoiseCondition):
     """Place on the straight line from data (0) to noise: the noise scale of `LerpScaling`, counted in steps.
 
-    There are `num_train_timesteps`: 1000 for the published networks, 1 = the scale itself.
+    Attributes:
+        num_train_timesteps: steps of the line; 1000 for the published networks, 1 = the scale itself.
     """
 
     unit = "flow_timestep"
@@ -125,7 +132,12 @@ class FlowTimestepCondition(NoiseCondition):
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledLinearCondition(NoiseCondition):
-    """The time at which a `ScaledLinearSchedule` of these options has this logSNR."""
+    """The time at which a `ScaledLinearSchedule` has this logSNR.
+
+    Attributes:
+        linear_range: the schedule's first and last beta.
+        total_steps: the schedule's number of intervals.
+    """
 
     unit = "time"
 
@@ -143,7 +155,13 @@ class ScaledLinearCondition(NoiseCondition):
 
 @dataclass(frozen=True, kw_only=True)
 class DDPMTimestepCondition(NoiseCondition):
-    """The timestep at which a schedule has this logSNR, in [0, num_train_timesteps - 1]; linear between timesteps."""
+    """The timestep at which a schedule has this logSNR, in [0, num_train_timesteps - 1].
+
+    Of the schedule's own noise levels it is the whole number; between them it is linear.
+
+    Attributes:
+        schedule: whose timesteps these are.
+    """
 
     unit = "timestep"
 
@@ -161,7 +179,10 @@ class DDPMTimestepCondition(NoiseCondition):
 class DiscreteCondition(NoiseCondition):
     """Another condition as a whole number of steps, cut towards zero and kept as fp32.
 
-    The ends of its `continuous_range` become 0 and `steps`.
+    Attributes:
+        condition: the continuous condition.
+        steps: number of steps into which its range is cut.
+        continuous_range: the values that become 0 and `steps`.
     """
 
     condition: NoiseCondition

@@ -49,8 +49,10 @@ class LerpScaling(Scaling):
 class EDMScaling(Scaling):
     """The input of EDM's preconditioning, c_in (x0 + sigma noise) (Karras et al. 2022, table 1).
 
-    logSNR is -2 ln(sigma); a = c_in = 1 / sqrt(sigma^2 + sigma_data^2), b = sigma a, with the standard deviation
-    `sigma_data` of the latents; 1 makes this `VPScaling`.
+    logSNR is -2 ln(sigma); a = c_in = 1 / sqrt(sigma^2 + sigma_data^2), b = sigma a.
+
+    Attributes:
+        sigma_data: standard deviation of the latents, > 0; 1 makes this `VPScaling`.
     """
 
     sigma_data: Positive[float]
@@ -67,6 +69,7 @@ class StretchedScaling(Scaling):
     """Another scaling, stretched linearly so that it reaches its ends (Stable Cascade, gdf stretch_limits).
 
     Attributes:
+        scaling: the scaling to stretch.
         schedule: whose ends, at t = 1 and t = 0, become exact.
         stretch_max: reach pure noise, a = 0 and b = 1, at t = 1.
         stretch_min: reach pure data, a = 1 and b = 0, at t = 0.

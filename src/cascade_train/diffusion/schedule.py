@@ -135,7 +135,11 @@ class SqrtSchedule(_VarianceSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class _BoundedSchedule(Schedule):
-    """A curve between the two ends of `logsnr_range`."""
+    """A curve between two bounds.
+
+    Attributes:
+        logsnr_range: lowest and highest logSNR.
+    """
 
     logsnr_range: Rising[list[float]]
 
@@ -169,7 +173,9 @@ class LinearSchedule(_BoundedSchedule):
 class EDMSampleSchedule(Schedule):
     """Noise levels for sampling of Karras et al. 2022, eq. 5, with logSNR = -2 ln(sigma).
 
-    The paper's rho is `p`: larger spends more steps at low noise.
+    Attributes:
+        sigma_range: lowest and highest sigma, > 0.
+        p: the paper's rho, > 0; larger spends more steps at low noise.
     """
 
     sigma_range: Rising[list[float]]
@@ -188,7 +194,7 @@ class EDMSampleSchedule(Schedule):
 class _NormalSchedule(Schedule):
     """Training noise with -logSNR / 2, which is ln(b / a), drawn from a normal distribution, without limits.
 
-    As a function of t it is the other base of its subclasses.
+    As a function of t it is the schedule beside which it is a base.
 
     Attributes:
         mu: mean of -logSNR / 2: of ln(sigma), the P_mean of EDM, or of logit(t) in a flow.
@@ -206,12 +212,18 @@ class _NormalSchedule(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class EDMTrainSchedule(_NormalSchedule, EDMSampleSchedule):
-    """Log-normal training noise, ln(sigma) ~ N(mu, std^2) (Karras et al. 2022, table 1)."""
+    """Log-normal training noise, ln(sigma) ~ N(mu, std^2) (Karras et al. 2022, table 1).
+
+    As a function of t it is `EDMSampleSchedule`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitNormalSchedule(_NormalSchedule, RectifiedFlowSchedule):
-    """Logit-normal training times of a rectified flow, logit(t) ~ N(mu, std^2) (Esser et al. 2024, eq. 19)."""
+    """Logit-normal training times of a rectified flow, logit(t) ~ N(mu, std^2) (Esser et al. 2024, eq. 19).
+
+    As a function of t it is `RectifiedFlowSchedule`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +231,7 @@ class ScaledLinearSchedule(Schedule):
     """Betas whose square roots rise linearly (Rombach et al. 2022), and a^2 linear between those knots.
 
     Attributes:
-        linear_range: first and last beta.
+        linear_range: first and last beta; sqrt(beta) grows linearly.
         total_steps: number of intervals between knots.
     """
 
@@ -247,6 +259,9 @@ class DDPMSchedule(Schedule):
     Attributes:
         beta_schedule: linear = the betas grow linearly, scaled_linear = their square roots do (Rombach et al. 2022),
             squaredcos_cap_v2 = cosine in a^2 (Nichol & Dhariwal 2021, eq. 17), without range.
+        beta_start: first beta, in (0, 1).
+        beta_end: last beta, above the first.
+        num_train_timesteps: number of timesteps.
         rescale_betas_zero_snr: stretch the signal scale so that the last timestep is noise alone (Lin et al. 2023,
             algorithm 1).
     """
@@ -301,9 +316,12 @@ def _with_zero_terminal_snr(beta_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class InterpolatedSchedule(Schedule):
-    """Two schedules mixed by time: the first at t = 1, the second at t = 0, each with its own of `shifts`.
+    """Two schedules mixed by time: the first at t = 1, the second at t = 0 (Hoogeboom et al. 2023, eq. 7).
 
-    Hoogeboom et al. 2023, eq. 7.
+    Attributes:
+        first: the schedule towards noise.
+        second: the schedule towards data.
+        shifts: a shift for each of the two.
     """
 
     first: Schedule

@@ -101,6 +101,9 @@ class EDMTarget(Target):
 
     Needs `EDMScaling` of the same `sigma_data`, for which it is b x0 / sigma_data - a sigma_data noise. A constant loss
     weight of 1 then is the paper's lambda in the loss of x0.
+
+    Attributes:
+        sigma_data: standard deviation of the latents, > 0.
     """
 
     sigma_data: Positive[float]

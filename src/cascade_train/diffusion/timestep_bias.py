@@ -23,9 +23,10 @@ class TimestepBias:
     Attributes:
         strategy: none; earlier = the `portion` of times with the least noise, later = with the most, range = from
             `begin` to `end`.
-        multiplier: how often the span is drawn compared with the rest; below 1 = less often.
-        begin: first time of a range; timestep 200 of 1000 is 0.2.
-        portion: share of the times that earlier and later mean.
+        multiplier: how often the span is drawn compared with the rest, > 0; below 1 = less often.
+        begin: first time of a range, in [0, 1]; timestep 200 of 1000 is 0.2.
+        end: last time of a range, above `begin`.
+        portion: share of the times that earlier and later mean, in (0, 1].
     """
 
     strategy: Literal["none", "earlier", "later", "range"]

@@ -156,6 +156,7 @@ class VAEStage(KLOptions, AutoencoderStage):
         random_encoders: there are none beside the network; here so that `debug=random_weights` fits every model.
         weights: folder of diffusers or hub id, a pipeline's or its own; a run; or a single file, of diffusers' names or
             the original's, with other parts in it or without; null = from scratch.
+        scaling_factor: what latents are multiplied by for the model that is trained on them; written into the export.
 
     Raises:
         ValueError: an image size that does not divide, a scaling factor that is not above 0, or widths that do not

@@ -63,7 +63,10 @@ class FrozenPart(abc.ABC):
         return [WeightsSpec(key=f"model.{self.key}.weights", source=self.weights, part=self.folder)]
 
     def build(self, *, device: torch.device) -> None:
-        """Make the module on `device`; a ConfigError for weights that do not exist or belong to another module."""
+        """Make the module on `device`, with the values of `weights` or of a fixed seed.
+
+        A ConfigError for weights that do not exist or belong to another module.
+        """
         with torch.device("meta"):
             module, gain = self._make()
         if self.weights is None:

@@ -42,7 +42,10 @@ class InitialValues(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Fill:
-    """How one parameter is filled: with `scale`, uniform on [-scale, scale), or normal with that standard deviation."""
+    """How one parameter is filled.
+
+    "constant" (every element is `scale`), "uniform" on [-scale, scale), or "normal" with standard deviation `scale`.
+    """
 
     kind: Literal["constant", "uniform", "normal"]
     scale: float
@@ -56,7 +59,7 @@ Rule = Callable[[str, nn.Parameter], Fill]
 
 
 def name_seed(seed: int, name: str) -> int:
-    """Return the 63-bit generator seed of one parameter, a function of the run's seed and its name."""
+    """Return the 63-bit generator seed of one parameter, a frozen function of the run's seed and its name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -196,7 +199,10 @@ def torch_uniform(weight: Tensor) -> Fill:
 
 
 def torch_rule(network: nn.Module) -> Rule:
-    """Return torch's own fill of every linear and convolution layer and its bias; norms are one and zero."""
+    """Return torch's own fill of every linear and convolution layer and its bias, as in diffusers' networks.
+
+    Norms are one and zero.
+    """
     layers = (nn.Linear, nn.Conv2d)
     scales = {n: 1.0 / math.sqrt(fan_in(m.weight)) for n, m in network.named_modules() if isinstance(m, layers)}
 

@@ -176,7 +176,7 @@ def select_modules(
 
     A filter is a substring of a module's name; one that is a substring of none is tried as a regular expression; a
     ConfigError if it selects nothing. Names are diffusers' and also the original's, where `.attn` means the attention's
-    four projections. Linear and ungrouped convolution layers can be adapted.
+    four projections. Linear and ungrouped convolution layers can be adapted, depthwise ones cannot.
     """
     layers = (nn.Linear, nn.Conv2d)
     modules = [(name, module) for name, module in network.named_modules() if isinstance(module, layers)]
@@ -224,7 +224,7 @@ def attach_adapters(
 ) -> None:
     """Freeze `network` and add fp32 adapters without values to exactly `targets`, in place.
 
-    They are in the mode and on the device of their layer (on the host for meta).
+    No random number is drawn. Adapters are in the mode and on the device of their layer (on the host for meta).
     """
     from peft import LoraConfig, inject_adapter_in_model  # takes seconds
 
@@ -291,7 +291,10 @@ def halves_are_shared(state: Mapping[str, Tensor]) -> bool:
 
 
 def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a whole network's adapters by plain names, such as `<module>.lora_A.weight`, without `ADAPTER`."""
+    """Return the adapters of a whole network's state dict by plain names, without `ADAPTER`.
+
+    `<module>.lora_A.weight` and `.lora_B.weight`, with DoRA also `.lora_magnitude_vector.weight`.
+    """
     # copied: adapters that share a tensor are stored as if they did not
     return {name.replace(f".{ADAPTER}.", "."): value.clone() for name, value in state.items() if ".lora_" in name}
 

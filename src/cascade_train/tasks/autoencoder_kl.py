@@ -97,7 +97,7 @@ class AutoencodingKL(AutoencoderTask):
 
     @torch.no_grad()
     def measures(self, prepared: PreparedLatents, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
-        """Return the distance of pixels, PSNR and SSIM of reconstructions from the means of latents, and two of these.
+        """Return the distance of pixels, PSNR and SSIM of reconstructions from the latents' means, and two of latents.
 
         `kl` is their divergence, `latent_rms` the root of the mean square of drawn latents: a `scaling_factor` of its
         inverse gives latents of about unit variance. Only the distance uses a mask.

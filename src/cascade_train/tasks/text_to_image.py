@@ -219,7 +219,10 @@ class TextToImage(Task):
         return DiffusionPainter(task=self, settings=settings, shape=self.stage.latent_shape(*size))
 
     def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None, negative: str = "") -> Predictor:
-        """Return predictions under B prompts and, where the stage needs them, their images, and under `negative`."""
+        """Return predictions under B prompts and, where the stage needs them, their images, and without both.
+
+        The latter are under `negative`, which guidance leads away from.
+        """
         if self.stage.needs_image and image_BCHW is None:
             raise ConfigError(
                 f"{self.stage.name} reconstructs images and cannot paint from prompts alone: leave sample.prompts=null,"

@@ -23,6 +23,7 @@ class ImageEncoder(ClipTower):
 
     Args:
         image_size_px: side of the square that the tower sees, a multiple of `patch_size_px`.
+        patch_size_px: side of its patches.
         antialias: whether a larger image is low-passed as it shrinks to the tower's size, as CLIP's own preprocessing
             does; false = as the original with its torchvision 0.16.
     """

@@ -46,7 +46,10 @@ class SemanticCompressor(FrozenPart):
 
 
 class EfficientNetEncoder(nn.Module):
-    """EfficientNet-V2-S features, a 1x1 convolution and a batch norm (Stable Cascade, modules/effnet.py)."""
+    """EfficientNet-V2-S features, a 1x1 convolution and a batch norm without affine part (key names of the original).
+
+    From Stable Cascade, modules/effnet.py. Makes no download.
+    """
 
     def __init__(self, latent_channels: int = 16) -> None:
         super().__init__()

@@ -31,10 +31,15 @@ class StageA(AutoencoderStage):
     """Stage A of Stable Cascade, at any size. It has no captions, and denoises nothing.
 
     Args:
-        random_encoders: none beside the network; so that `debug=random_weights` fits every model.
+        random_encoders: there are none beside the network; here so that `debug=random_weights` fits every model.
         weights: of the network: hub id, local folder of diffusers, run, or single file, with the original's names or
             diffusers'; null = from scratch.
-        scale_factor: what latents are divided by for Stage B; written into the export. The rest is as of `VQGAN`.
+        scale_factor: what latents are divided by for Stage B; written into the export.
+        levels: levels, each of half the resolution; the stride is 2 to this power.
+        bottleneck_blocks: residual blocks at the lowest resolution of the decoder.
+        embed_dim: width at the lowest resolution.
+        latent_channels: channels of the latent.
+        num_vq_embeddings: entries of the codebook.
     """
 
     family = CASCADE

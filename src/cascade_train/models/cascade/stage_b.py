@@ -48,6 +48,7 @@ class StageB(CascadeStage):
         shrink_range: smallest and largest factor by which images shrink in front of the compressor, in (0, 1].
         semantic_noise: standard deviation of the noise on semantic latents in training, so that the network tolerates
             errors of Stage C (Ho et al. 2022, section 4.2); 0 = none, as in the original.
+        semantic_compressor: images to the semantic latents that are a condition.
         stage_a: images to the latents that are modelled, and back.
     """
 

@@ -21,14 +21,21 @@ class CascadeUNetConfig:
     """Architecture of a `CascadeUNet`, named as diffusers names it (lists run over levels, top first).
 
     Args:
+        in_channels: channels of the noised latent.
+        out_channels: channels of the prediction.
         timestep_ratio_embedding_dim: width of one time embedding.
         patch_size: side of the latent patch that becomes one position.
         conditioning_dim: width of the condition tokens.
+        block_out_channels: width of each level.
         num_attention_heads: heads of each level; 0 in a level without attention.
-        down_num_layers_per_block: units of each level on the way down; on the way up, `up_…`, deepest first.
-        down_blocks_repeat_mappers: how often each level runs on the way down; `up_…` likewise.
+        down_num_layers_per_block: units of each level on the way down.
+        up_num_layers_per_block: units of each level on the way up, deepest first.
+        down_blocks_repeat_mappers: how often each level runs on the way down.
+        up_blocks_repeat_mappers: how often each level runs on the way up, deepest first.
         block_types_per_layer: block names of a unit in each level.
-        clip_text_in_channels: width of text tokens; null = the network takes none, as of images.
+        clip_text_in_channels: width of text tokens; null = the network takes none.
+        clip_text_pooled_in_channels: width of the pooled text embedding.
+        clip_image_in_channels: width of the image embedding; null = the network takes none.
         clip_seq: condition tokens made of each pooled or image embedding.
         effnet_in_channels: channels of the semantic latents as a condition; null = none.
         pixel_mapper_in_channels: channels of pixels as a condition; null = none.

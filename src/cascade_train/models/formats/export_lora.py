@@ -47,7 +47,8 @@ def save_lora(
     """Write adapters as peft's folder and as one file with metadata, replacing `directory` at once.
 
     Where diffusers' pipelines load any of the family, theirs is a third file. All are read back for a network of that
-    diffusers config, and each layer's contribution is compared (RunError).
+    diffusers config, and each layer's contribution is compared (RunError). `metadata` is added to the single file's
+    header.
     """
     modules = module_shapes(build_plain_network(family, network_config, None))
     read = partial(read_lora, key="export", family=family, modules=modules)
@@ -117,9 +118,10 @@ def export_lora(
 
 
 def lora_error(expected: StoredLora, found: StoredLora, path: Path) -> float:
-    """Return the largest relative difference of two files' contributions to a fixed input, magnitudes and tokens.
+    """Return the largest relative difference of two files' contributions to a fixed input.
 
-    A RunError where other modules or tokens are there.
+    Compares every adapted layer of network and text encoders, DoRA's magnitudes, and the trained tokens; a RunError
+    where the files have other layers or tokens.
     """
     pairs = ((expected.tokens, found.tokens), (expected.tokens_2, found.tokens_2))
     if any((one is None) != (other is None) for one, other in pairs):

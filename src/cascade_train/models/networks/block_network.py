@@ -28,7 +28,7 @@ PROBABILITY_DROPOUT = "probability_dropout"
 def drop_probabilities(network: nn.Module) -> None:
     """Move the dropout of every attention from its output, where diffusers has it, to its probabilities.
 
-    As in the original (Stable Cascade, modules/common.py). Weights and their names stay.
+    As in the original (Stable Cascade, modules/common.py). Without effect in eval mode; weights and their names stay.
     """
     for attention in _attentions(network):
         output = attention.to_out[1]

@@ -24,21 +24,29 @@ class ConditionUNetConfig:
 
     Args:
         sample_size: side of the latents that it is made for; for the exported configuration alone.
+        in_channels: channels of the noised latent.
+        out_channels: channels of the prediction.
         block_out_channels: width of each level.
         layers_per_block: residual blocks of each level on the way down; one more on the way up.
-        down_block_types: of each level, DownBlock2D or CrossAttnDownBlock2D; those of the way up likewise.
+        down_block_types: of each level, DownBlock2D or CrossAttnDownBlock2D.
+        up_block_types: of each level, UpBlock2D or CrossAttnUpBlock2D.
         transformer_layers_per_block: transformer blocks after each residual block, for each level.
         attention_head_dim: heads of each level, not their width: diffusers keeps the wrong name for its folders' sake.
         cross_attention_dim: width of the text embedding.
         use_linear_projection: whether transformers begin and end with a linear layer; false = a convolution.
+        upcast_attention: whether attention scores are computed in fp32.
         addition_embed_type: text_time = pooled text and sizes are conditions too (SDXL); null = they are not.
         addition_time_embed_dim: width of the embedding of each size.
         projection_class_embeddings_input_dim: width of pooled text and embedded sizes together.
         dropout: of residual blocks, in [0, 1).
+        act_fn: activation by its diffusers name.
+        norm_num_groups: groups of every group norm.
+        norm_eps: added to variances in norms.
         downsample_padding: of the strided convolutions.
         mid_block_scale_factor: what the middle block's outputs are divided by.
         center_input_sample: whether latents in [0, 1] become [-1, 1].
         flip_sin_to_cos: whether cosines come before sines in the embedding of timesteps.
+        freq_shift: shift of its frequencies.
     """
 
     sample_size: int

@@ -62,8 +62,9 @@ def build_control_features(channels: int) -> nn.Sequential:
 def load_features(features: nn.Module, source: str, *, key: str) -> None:
     """Give features from `build_control_features`, which have memory, their trained values, in place.
 
-    Of other channels than 3, the first three are red, green and blue as far as there are as many, and the others begin
-    at zero. `source` is "imagenet", or a file of torchvision, of the compressor or of bare features.
+    Of more or fewer channels than 3, the first three are red, green and blue as far as there are as many, and the
+    others begin at zero. `source` is "imagenet", or a file of torchvision, of the compressor or of bare features, else
+    a ConfigError that names `key`.
     """
     found = {name: value.float() for name, value in _read(source, key).items()}
     wanted = features.state_dict()

@@ -49,7 +49,7 @@ class UnitNetwork(BlockNetwork):
 
 
 class ConditionUNet(UnitNetwork, UNet2DConditionModel):
-    """The denoising network."""
+    """Diffusers' UNet, whose units are its residual blocks, transformer blocks and samplers, each a module."""
 
     family = STABLE_DIFFUSION
 
@@ -81,7 +81,7 @@ class ConditionUNet(UnitNetwork, UNet2DConditionModel):
 
 
 class ConditionControlNet(UnitNetwork, ControlNetModel):
-    """The control network."""
+    """Diffusers' control network, with units of the same kinds as `ConditionUNet`."""
 
     def forward(
         self,
