@@ -3,6 +3,8 @@
 import errno
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,18 @@ def test_ticks_are_round_numbers(charts: list[Axes], tmp_path: Path, last: float
     assert expected <= set(ticks(charts[0]))
     assert all(len(each.lstrip("0.")) == 1 for each in ticks(charts[0])), "one digit that counts"
     assert (charts[0].get_xlabel(), charts[0].get_ylabel()) == ("optimizer step", "loss")
+
+
+def test_nothing_of_the_host_is_changed(tmp_path: Path):
+    code = (
+        "import sys, pathlib, cascade_train.engine.loss_charts as charts; assert 'matplotlib' not in sys.modules\n"
+        "import matplotlib; before = list(dict.items(matplotlib.rcParams))\n"
+        "charts.LossCurve(pathlib.Path('metrics.jsonl'), is_main=True).draw()\n"
+        "assert list(dict.items(matplotlib.rcParams)) == before and 'matplotlib.pyplot' not in sys.modules"
+    )
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    assert (tmp_path / "loss.png").exists()
 
 
 def test_a_long_run_is_thinned_and_keeps_its_ends(charts: list[Axes], tmp_path: Path):

@@ -1,12 +1,15 @@
 """The trackers beside tensorboard and wandb: by a stand-in that takes the calls of the real library alone, and by that
-library itself where it is installed, offline."""
+library itself where it is installed, offline: what it wrote is read back."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import os
+import sqlite3
 import sys
+import zipfile
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
@@ -185,7 +188,7 @@ def test_a_tracker_continues_the_run_it_is_given(world: Any, tmp_path: Path, nam
 
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_run_and_its_resume_are_written_by_the_library_without_secrets(
+def test_a_run_and_its_resume_are_read_back_without_secrets(
     world: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = pytest.importorskip(LIBRARIES[name], reason=f"needs cascade-train[{name}]")
@@ -196,8 +199,8 @@ def test_a_run_and_its_resume_are_written_by_the_library_without_secrets(
     second = start(name, tmp_path, run_id=first.run_id)
     tell(second, tmp_path, range(3, 5), "Finished")
     assert first.run_id == second.run_id
-    written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "grid.png"}
-    assert any(b"loss" in content for content in written.values()) or name in ("aim", "comet"), "compressed"
+    assert set(READERS[name](tmp_path, first.run_id)) == {(step, 1.5 / step) for step in (1, 2, 3, 4)}
+    written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert not [path for path, content in written.items() if b"abcdef0123456789" in content or b"hunter2" in content]
 
 
@@ -211,6 +214,83 @@ def check_stand_in(name: str, library: Any) -> None:
         found = inspect.signature(reduce(getattr, real.split("."), library)).parameters
         if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in found.values()):
             assert set(parameters) <= found.keys(), real
+
+
+def read_aim(folder: Path, run_id: str) -> list[tuple[int, float]]:
+    import aim
+    from aim.sdk.index_manager import RepoIndexManager
+
+    RepoIndexManager.get_index_manager(aim.Repo.from_path(str(folder / "aim"))).index(run_id)
+    run = aim.Run(run_id, repo=aim.Repo(str(folder / "aim")), read_only=True)
+    assert run["config"]["optimizer"] == {"lr": 0.1}
+    assert [each["name"] for each in run.collect_sequence_info(("images",))["images"]] == ["grid"]
+    (loss,) = (each for each in run.metrics() if each.name == "loss")
+    values = loss.values.sparse_list()[1]
+    return [(round(1.5 / value), value) for value in values]  # steps are stored as hashes
+
+
+def read_clearml(folder: Path, run_id: str) -> list[tuple[int, float]]:
+    session = folder / "clearml" / "offline" / run_id
+    task = json.loads((session / "task.json").read_text())
+    assert "lr = 0.1" in task["configuration"]["config"]["value"]
+    assert "a note of step 3\na note of step 4" in task["comment"]
+    assert list(session.rglob("grid_run_*.png"))
+    events = [event for line in (session / "metrics.jsonl").read_text().splitlines() for event in json.loads(line)]
+    return [(event["iter"], event["value"]) for event in events if event.get("metric") == "loss"]
+
+
+def read_comet(folder: Path, run_id: str) -> list[tuple[int, float]]:
+    found, kinds = [], []
+    for archive in (folder / "comet").glob(f"{run_id}-*.zip"):
+        with zipfile.ZipFile(archive) as opened:
+            messages = [json.loads(line) for line in opened.read("messages.json").splitlines()]
+        kinds += [message["payload"].get("upload_type") for message in messages]
+        metrics = [message["payload"]["metric"] for message in messages if message["type"] == "metric_msg"]
+        found += [(each["step"], each["metricValue"]) for each in metrics if each["metricName"] == "loss"]
+        assert "optimizer|lr" in str(messages)
+    assert kinds.count("visualization") == kinds.count("text-sample") == 2
+    return found
+
+
+def read_dvclive(folder: Path, _: str | None) -> list[tuple[int, float]]:
+    plots = folder / "dvclive" / "plots"
+    assert {path.name for path in (plots / "images" / "grid").iterdir()} == {"3.png", "4.png"}
+    rows = [row.split("\t") for row in (plots / "metrics" / "loss.tsv").read_text().splitlines()[1:]]
+    assert [int(step) for step, _ in rows] == [1, 2, 3, 4], "step 3 replaced what was there"
+    return [(int(step), float(value)) for step, value in rows]
+
+
+def read_mlflow(folder: Path, run_id: str) -> list[tuple[int, float]]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder}/mlflow/mlflow.db")
+    run = client.get_run(run_id)
+    assert (run.info.run_name, run.info.status, run.data.params["optimizer.lr"]) == ("lora-c_tiny", "FINISHED", "0.1")
+    assert run.data.tags["mlflow.note.content"] == "a note of step 3\n\na note of step 4"
+    assert {path.path for path in client.list_artifacts(run_id)} == {"config.yaml", "images"}
+    return [(each.step, each.value) for each in client.get_metric_history(run_id, "loss")]
+
+
+def read_swanlab(folder: Path, run_id: str) -> list[tuple[int, float]]:
+    runs = sorted((folder / "swanlab").glob(f"run-*-{run_id}"))
+    assert all("lr: 0.1" in (run / "files" / "config.yaml").read_text() for run in runs)
+    assert [path.name[:3] for run in runs for path in (run / "media" / "image").iterdir()] == ["003", "004"]
+    written = b"".join((run / f"run-{run_id}.swanlab").read_bytes() for run in runs)
+    assert written.count(b"loss") >= 5
+    return [(step, 1.5 / step) for step in (1, 2, 3, 4)]  # the file's form is the library's own
+
+
+def read_trackio(folder: Path, run_id: str) -> list[tuple[int, float]]:
+    database = sqlite3.connect(folder / "trackio" / "tests.db")
+    rows = database.execute("select run_name, step, metrics from metrics").fetchall()
+    assert {row[0] for row in rows} == {run_id}
+    shown = [(step, json.loads(metrics)) for _, step, metrics in rows]
+    assert [step for step, metrics in shown if "grid" in metrics] == [3, 4]
+    assert database.execute("select title, level from alerts").fetchall() == [("Stopped", "info"), ("Finished", "info")]
+    return [(step, metrics["loss"]) for step, metrics in shown if "loss" in metrics]
+
+
+READERS = {name: globals()[f"read_{name}"] for name in LIBRARIES}
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P"])

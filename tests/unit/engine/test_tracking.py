@@ -9,6 +9,8 @@ import types
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from PIL import Image
 
 from cascade_train.engine import tracking
@@ -93,6 +95,19 @@ def test_tensorboard_gets_numbers_images_and_notes(world, tmp_path, picture):
     assert sorted(events.Tags()["tensors"]) == ["config/text_summary", "note/text_summary"]
 
 
+def test_a_tracker_leaves_the_process_group_and_the_launcher_alone(world, tmp_path, monkeypatch):
+    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for key, value in launcher.items():
+        monkeypatch.setenv(key, value)
+    group, threads = dist.group.WORLD, torch.get_num_threads()
+    tracker = build("tensorboard", tmp_path)
+    tracker.log({"loss": 1.0}, 1)
+    tracker.finish()
+    assert dist.group.WORLD is group
+    assert {key: os.environ[key] for key in launcher} == launcher
+    assert torch.get_num_threads() == threads
+
+
 def test_wandb_gets_its_settings_and_every_step(world, tmp_path, wandb, picture):
     tracker = build("wandb", tmp_path, entity="team")
     tracker.log({"step": 3, "loss": 0.5, "grad_norm": None}, 3)
@@ -117,6 +132,11 @@ def test_wandb_gets_its_settings_and_every_step(world, tmp_path, wandb, picture)
         ({"title": "Failed", "text": "it broke", "level": "ERROR"},),
     ]
     assert wandb.of("finish") == [()]
+
+
+def test_wandb_continues_the_run_it_is_given(world, tmp_path, wandb):
+    assert [build("wandb", tmp_path, run_id=run_id).run_id for run_id in (None, "abc")] == ["new-id", "abc"]
+    assert wandb.of("init")[1][0]["id"] == "abc"
 
 
 def test_no_tracker_sees_a_secret_of_the_configuration_or_the_command_line(world, tmp_path, wandb, monkeypatch):

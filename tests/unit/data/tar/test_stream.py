@@ -54,6 +54,13 @@ def test_every_way_of_reading_gives_the_same_samples(
         assert read(f"pipe:cat {squeezed} | gzip -d") == expected
 
 
+@pytest.mark.parametrize("key", ["ключ/猫", "a b/c'd\"", "é" * 100])
+def test_keys_may_be_any_text(tmp_path: Path, key: str) -> None:
+    path = tars.write(tmp_path / "a.tar", [(f"{key}.png", tars.picture()), (f"{key}.txt", "猫".encode())])
+    assert [name for name, _ in read(f"pipe:cat '{path}'")] == [key]
+    assert tars.webdataset(path).open().keys.tolist() == [key.encode()]
+
+
 def test_what_is_no_sample_is_counted(tmp_path: Path) -> None:
     path = tars.write(tmp_path / "a.tar", [*tars.samples([0]), ("1.png", b"x"), ("2.txt", b"x"), ("noextension", b"x")])
     dropped = Dropped()

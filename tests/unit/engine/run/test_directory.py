@@ -328,6 +328,15 @@ def test_a_directory_that_cannot_be_made_is_a_config_error(directory, tmp_path):
         claim(tmp_path / "file" / "runs" / "one", config=CONFIG, resume="auto")
 
 
+def test_a_parent_without_permission_is_a_config_error(directory, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(module.Path, "mkdir", refuse)  # a real one would not stop root
+    with pytest.raises(ConfigError, match=r"cannot be made: Permission denied. Remedy: a writable run\.dir"):
+        claim(directory, config=CONFIG, resume="auto")
+
+
 def test_a_claim_that_fails_half_way_leaves_nothing(directory, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "describe_environment", lambda: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(ConfigError, match="cannot be made: No space left"):
