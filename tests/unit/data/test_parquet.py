@@ -207,3 +207,9 @@ def test_a_value_that_python_does_not_have_is_absent(tmp_path: Path) -> None:
     source = parquet(tmp_path / "a.parquet", captions=Captions(key="more"))
     source.open()
     assert [source.read(row).values.get("more") for row in range(3)] == ["a", None, "c"]
+
+
+def test_captions_of_several_texts_are_lines(tmp_path: Path) -> None:
+    source = parquet(write(tmp_path / "a.parquet", [{"image": tars.picture(), "text": ["one", "two"]}]))
+    source.open()
+    assert source.read(0).caption == "one\ntwo"

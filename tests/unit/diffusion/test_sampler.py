@@ -154,6 +154,12 @@ def test_starting_latents_start_at_their_own_time(build: Build) -> None:
     torch.testing.assert_close(torch.cat([ratio_B for _, ratio_B in seen]), torch.tensor([0.6, 0.4]), atol=1e-4, rtol=0)
 
 
+def test_another_schedule_may_set_the_levels(build: Build) -> None:
+    objective, other = build("gdf"), build("rectified_flow").schedule
+    network = IdealNetwork(objective, 50, other)
+    assert sample(network, objective=objective, noise=noise(1), steps=50, schedule=other).isfinite().all()
+
+
 def test_a_shift_spends_the_steps_at_more_noise(build: Build) -> None:
     def ratios(shift: float) -> Tensor:
         seen: list[Tensor] = []

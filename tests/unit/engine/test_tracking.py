@@ -134,11 +134,6 @@ def test_wandb_gets_its_settings_and_every_step(world, tmp_path, wandb, picture)
     assert wandb.of("finish") == [()]
 
 
-def test_wandb_continues_the_run_it_is_given(world, tmp_path, wandb):
-    assert [build("wandb", tmp_path, run_id=run_id).run_id for run_id in (None, "abc")] == ["new-id", "abc"]
-    assert wandb.of("init")[1][0]["id"] == "abc"
-
-
 def test_no_tracker_sees_a_secret_of_the_configuration_or_the_command_line(world, tmp_path, wandb, monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "argv", ["train", "task.api_token=abcdef0123456789"])

@@ -92,6 +92,12 @@ def test_a_host_that_is_too_small_gets_no_weights():
     assert "train.master_weights" in found.values, "what needs least of all else"
 
 
+def test_an_average_goes_to_a_host_that_can_take_it():
+    cfg = checked(*TINY, "task=finetune", "ema.decay=0.9", "memory=auto")
+    budget = budget_for(changed(cfg, {"ema.device": "cpu", "activation_checkpointing": True}), 4)
+    assert choose(cfg, budget).values["ema.device"] == "cpu"
+
+
 def test_an_average_that_the_host_cannot_take_stays_on_the_device_and_other_savings_are_tried():
     cfg = checked(*TINY, "task=finetune", "ema.decay=0.9", "memory=auto")
     found = choose(cfg, replace(budget_for(changed(cfg, {"activation_checkpointing": True}), 4), host_gb=0.001))
