@@ -45,7 +45,7 @@ def test_the_other_rank_names_the_one_and_what_it_said(runs, name):
 @pytest.mark.parametrize("name", ZERO)
 def test_where_the_notes_end_with_rank_zero_that_is_named(runs, name):
     heard = said(runs, name)
-    assert heard.count("[rank 1] Rank 0 has ended, and with it the notes of all ranks") == 1, heard
+    assert heard.count("[rank 1] Rank 0 has ended, and with it the store of all ranks") == 1, heard
     assert heard.splitlines().count(ZERO[name][2]) == 1, heard
     assert "Ranks are lost" not in heard
 

@@ -57,6 +57,12 @@ REFUSED = {  # key, class, what is said before anything is built
         f"{OPTIMIZER}def __init__(self, params, weight_decay=0.0): pass",
         r"optimizer.algorithm=Mine is constructed from parameter groups and lr, .*'lr'\. Write 'def __init__",
     ),
+    "nothing that trains": (
+        "task",
+        "class Mine(Finetune):\n    def attach(self, stage, objective, device):\n"
+        "        super().attach(stage, objective, device)\n        stage.network.requires_grad_(False)",
+        "the task leaves no weight to train: none requires a gradient after its attach",
+    ),
     "an optimizer without step": (
         "optimizer.algorithm",
         "class Mine(torch.optim.Optimizer):\n    def __init__(self, params, lr, weight_decay): pass",
@@ -108,6 +114,22 @@ STOPPED = {  # key, class, what is said at the first step or while the run is bu
         "task",
         "class Mine(Finetune):\n    def phases(self): return [1]",
         r"Mine.phases must return list\[Phase\]",
+    ),
+    "a loss of no trained weight": (
+        "objective",
+        "class Mine(Objective):\n    def loss(self, pred_BCHW, diffused, mask_B1HW=None):\n"
+        "        return tuple(x.detach() for x in super().loss(pred_BCHW, diffused, mask_B1HW))",
+        r"loss returned a loss that depends on no trained weight: remove detach",
+    ),
+    "a schedule that climbs": (
+        "lr_scheduler",
+        "class Mine(ConstantSchedule):\n    def factor(self, step, max_steps): return -1.0",
+        r"Mine.factor\(1, \d+\) must be finite and at least 0, and is -1.0",
+    ),
+    "a schedule without a number": (
+        "lr_scheduler",
+        "class Mine(ConstantSchedule):\n    def factor(self, step, max_steps): return float('nan')",
+        r"Mine.factor\(1, \d+\) must be finite and at least 0, and is nan",
     ),
     "a schedule that returns nothing": (
         "lr_scheduler",

@@ -201,6 +201,7 @@ print("diffusers.models" in sys.modules)
             "2 overrides. Give each by itself: 'task=lora', 'model=c_tiny'",
         ),
         (lambda: compose("task=lora", confdir="x"), r"Did you mean config_dir\?"),
+        (lambda: compose("task=lora", config_dir="nosuch"), "config_dir=nosuch is not a folder"),
         (lambda: generate(from_="runs/a"), r"'source'. Call it as generate\(source, prompts=\(\), \*\*options\)"),
         (lambda: evaluate("runs/a", "red", 3), r"too many positional arguments. Call it as evaluate\(source"),
         (lambda: compose("task=lora", "task=finetune"), "task is chosen more than once"),

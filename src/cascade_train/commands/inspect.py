@@ -50,6 +50,10 @@ class InspectArgs:
         limit(self, "", "read", "pictures", least=1)
         for fault in self.faults:
             check_choice("faults", fault, FAULTS)
+        for key in ("out", "quarantine", "captions"):
+            path = Path(getattr(self, key) or "")
+            if path.is_file() and path.suffix not in (".html", ".json", ".jsonl"):
+                raise ConfigError(f"{key}={path} would overwrite that file. Give a name that ends in .html or .jsonl.")
 
 
 def inspect(args: InspectArgs, cfg: DictConfig) -> int:

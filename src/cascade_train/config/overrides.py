@@ -106,6 +106,8 @@ def check_not_expanded(overrides: Sequence[str]) -> None:
 
 def searching(config_dir: str | Path) -> str:
     """Return the override by which a composition finds options in a folder of a user's own, as by `--config-dir`."""
+    if not Path(config_dir).is_dir():
+        raise ConfigError(f"config_dir={config_dir} is not a folder. Give the folder of your own configuration.")
     return f"hydra.searchpath=['file://{Path(config_dir).absolute()}']"
 
 

@@ -5,6 +5,7 @@ Shape legend: G samples of the global batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
@@ -103,7 +104,7 @@ class BoundPhase:
         Where a root has its own, `lr_<root>` too; of an algorithm that estimates a factor on it, their product `d_lr`,
         as it is after the step. `withheld` is () fp32 on the device; 1 = leave weights and optimizer state unchanged.
         """
-        factor = self.lr_schedule.factor(step, max_steps)
+        factor = self._lr_factor(step, max_steps)
         for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
         if self.can_withhold:
@@ -129,6 +130,13 @@ class BoundPhase:
         if isinstance(self.optimizer, Estimating):
             rates["d_lr"] = rates["lr"] * self.optimizer.estimate()
         return rates
+
+    def _lr_factor(self, step: int, max_steps: int) -> float:
+        factor = self.lr_schedule.factor(step, max_steps)
+        if not (math.isfinite(factor) and factor >= 0):
+            name = type(self.lr_schedule).__name__
+            raise RunError(f"{name}.factor({step}, {max_steps}) must be finite and at least 0, and is {factor}.")
+        return factor
 
     def clear_gradients(self) -> None:
         """Free the gradients."""
@@ -236,6 +244,8 @@ def checked_loss(phase: Phase, prepared: Any) -> StepOutput:
                 f"{name} must return loss_B (B,), one loss per sample, and reports (B,) or (B, n), and returned {key} "
                 f"as a {type(value).__name__} of shape {shape}."
             )
+    if torch.is_grad_enabled() and not output.loss_B.requires_grad:
+        raise RunError(f"{name} returned a loss that depends on no trained weight: remove detach, no_grad or item.")
     return output
 
 

@@ -30,8 +30,8 @@ def no_checkpoint_yet(run: Path) -> str | None:
     config = read_mapping(run / "config.yaml")
     step = max((row["step"] for row in read_rows(run / "metrics.jsonl", step=int) if "step" in row), default=0)
     return (
-        f"this run has no checkpoint yet. It is at step {step:,}, and saves {_next_save(config, step)}. Wait for that, "
-        "or stop the run by Ctrl-C, which saves one; the same command continues it."
+        f"this run has no checkpoint yet. It is at step {step:,}, and saves {_next_save(config, step)}. If it is "
+        "running, wait for that, or stop it by Ctrl-C, which saves one; if it has ended, its command starts it again."
     )
 
 

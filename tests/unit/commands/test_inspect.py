@@ -251,3 +251,12 @@ def test_what_costs_most_comes_first_and_what_helps_is_named(
     assert "7 samples in an epoch" in text
     assert "contents come more than once" not in text
     assert "<th>data.aspect_ratios</th>" in (tmp_path / "again.html").read_text()
+
+
+@pytest.mark.parametrize("key", ["out", "captions", "quarantine"])
+def test_a_picture_or_caption_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd, key: str):
+    monkeypatch.chdir(tmp_path)
+    Path("dog.txt").write_text("a dog")
+    assert launch(["inspect", *SMALL, "data=shapes", f"{key}=dog.txt"]) == 2
+    assert f"{key}=dog.txt would overwrite that file" in capfd.readouterr().err
+    assert Path("dog.txt").read_text() == "a dog"
