@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +33,8 @@ _SECONDS, _SILENT_SECONDS = 5.0, 60.0
 """How long a hub may take to answer at all, before the first download, and another address to send anything."""
 
 _BLOCK = 2**20
+_ERROR_BLOCKS, _ERROR_BLOCK = 64, 1024
+"""How much of the body of an error is read: the client reads it whole for its message."""
 
 _LOG_IN = "log in (hf auth login, or HF_TOKEN in the environment)"
 _REMEDIES = {
@@ -229,8 +232,11 @@ def _check_answers() -> None:
 
 
 def _check_answer(answer: Any) -> None:
-    """Refuse a commit or an ETag that is no hash: the client names folders and files by them."""
+    """Cut the body of an error, and refuse a commit or an ETag that is no hash: the client names files by them."""
     headers = answer.headers
+    if answer.request.method != "HEAD" and not answer.is_success:
+        answer._content = b"".join(islice(answer.iter_bytes(_ERROR_BLOCK), _ERROR_BLOCKS))
+        answer.close()
     if answer.url.host != "huggingface.co":
         headers.pop("X-Xet-Hash", None)  # of Xet's servers, which the hub names, the client bounds no download
     commit, etag = headers.get("X-Repo-Commit"), headers.get("X-Linked-Etag") or headers.get("ETag")

@@ -13,7 +13,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import RemoteEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
 
 import cascade_train.files.hub as hub_module
 from cascade_train.errors import ConfigError
@@ -150,6 +150,22 @@ def test_a_body_without_end_is_stopped_above_the_announced_size(hub: Hub, tmp_pa
     with pytest.raises(ConfigError, match=r"small.json: more came than the 2 bytes that the hub announced"):
         HubSource("owner/name", COMMIT, "").fetch("small.json")
     assert blobs(tmp_path) == []
+    assert hub.endless < 10_000_000
+
+
+@pytest.mark.parametrize("status", [404, 500])
+def test_the_body_of_an_error_is_read_up_to_a_bound(hub: Hub, tmp_path: Path, status: int) -> None:
+    hub.faults.append(f"endless {status}")
+    with pytest.raises(HfHubHTTPError, match=str(status)) as caught:
+        HubSource("owner/name", COMMIT, "").fetch("small.json")
+    assert len(caught.value.response.content) == 65_536
+    assert hub.endless < 10_000_000
+    assert blobs(tmp_path) == []
+
+
+def test_the_body_of_a_redirect_is_read_up_to_a_bound(hub: Hub) -> None:
+    hub.faults.append("endless 302")
+    assert HubSource("owner/name", COMMIT, "").fetch("small.json").read_bytes() == b"{}"
     assert hub.endless < 10_000_000
 
 
