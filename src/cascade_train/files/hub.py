@@ -59,12 +59,18 @@ class HubSource:
 
     @property
     def commit(self) -> str | None:
-        """The named commit, or the cached one of the branch or tag; None = unknown."""
+        """The named commit, or the cached one of the branch or tag; None = unknown.
+
+        A ConfigError where the cache has another text in its place: the client cannot read it, or takes it for a path.
+        """
         revision = self.revision or "main"
         if _COMMIT.fullmatch(revision):
             return revision
         ref = self._cache() / "refs" / revision
-        return ref.read_text(encoding="utf-8").strip() if ref.is_file() else None
+        named = ref.read_bytes().decode(errors="replace").strip() if ref.is_file() else ""
+        if named and not _COMMIT.fullmatch(named):
+            raise ConfigError(f"{ref} has {shortened(named, LONGEST_NAME)!r} where a commit belongs; delete that file")
+        return named or None
 
     @property
     def asked(self) -> str:

@@ -224,6 +224,21 @@ def test_a_source_without_a_revision_stays_at_the_commit_of_its_first_download(h
     assert find_weight_files(f"owner/name@{COMMIT}", part="prior") == first
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"../../../..", COMMIT.encode() + b"0"])
+def test_a_cached_reference_that_is_no_commit_is_refused_and_written_anew_once_it_is_deleted(hub, tmp_path, content):
+    source = HubSource("owner/name", None, "")
+    path = source.fetch("small.json")
+    ref = tmp_path / "hub" / "models--owner--name" / "refs" / "main"
+    ref.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"owner/name: {ref} has '.*' where a commit belongs; delete that file"):
+        find_weight_files("owner/name", part="prior")
+    ref.write_bytes(b"")
+    assert source.commit is None
+    ref.unlink()
+    assert source.fetch("small.json") == path
+    assert source.commit == COMMIT
+
+
 def test_the_room_of_the_cache_is_that_of_its_disk(hub: Hub, tmp_path: Path) -> None:
     folder, free = free_bytes()
     assert folder == tmp_path / "hub"
