@@ -20,7 +20,7 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import DryRunFileInfo, constants
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-from huggingface_hub.utils import _http, tqdm
+from huggingface_hub.utils import _http, parse_ratelimit_headers, tqdm
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import replacing
@@ -31,6 +31,9 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r'(W/)?"?([0-9a-f]{40}|[0-9a-f]{64})"?')
 _SECONDS, _SILENT_SECONDS = 5.0, 60.0
 """How long a hub may take to answer at all, before the first download, and another address to send anything."""
+
+_LONGEST_WAIT = 600
+"""Seconds for which the client waits where a hub limits requests."""
 
 _BLOCK = 2**20
 _ERROR_BLOCKS, _ERROR_BLOCK = 64, 1024
@@ -238,13 +241,20 @@ def _check_answers() -> None:
 
 
 def _check_answer(answer: Any) -> None:
-    """Cut the body of an error, and refuse a commit or an ETag that is no hash: the client names files by them."""
+    """Bound what the client reads of an error and how long it waits; refuse a commit or an ETag that is no hash.
+
+    The client names folders and files by these two.
+    """
     headers = answer.headers
     if answer.request.method != "HEAD" and not answer.is_success:
         answer._content = b"".join(islice(answer.iter_bytes(_ERROR_BLOCK), _ERROR_BLOCKS))
         answer.close()
     if answer.url.host != "huggingface.co":
         headers.pop("X-Xet-Hash", None)  # of Xet's servers, which the hub names, the client bounds no download
+    limit = parse_ratelimit_headers(headers)
+    if max(limit.reset_in_seconds if limit else 0, _http._parse_retry_after(headers) or 0) > _LONGEST_WAIT:
+        for name in ("RateLimit", "Retry-After"):  # without them the client tries five times, and gives up
+            headers.pop(name, None)
     commit, etag = headers.get("X-Repo-Commit"), headers.get("X-Linked-Etag") or headers.get("ETag")
     if answer.request.method != "HEAD" or commit is None:  # without a commit the client takes nothing
         return

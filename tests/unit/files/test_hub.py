@@ -197,6 +197,24 @@ def test_a_rate_limit_is_waited_for_as_long_as_the_hub_says(hub: Hub, waits: lis
 
 
 @pytest.mark.parametrize(
+    ("headers", "longest"),
+    [
+        ({"Retry-After": "601"}, 8),
+        ({"Retry-After": "600"}, 601),
+        ({"RateLimit": '"api";r=0;t=86400'}, 8),
+        ({"RateLimit": '"api";r=0;t=600'}, 601),
+    ],
+)
+@pytest.mark.parametrize("is_head", [True, False])
+def test_a_rate_limit_above_ten_minutes_is_not_waited_for(hub, waits, headers, longest, is_head):
+    hub.faults.extend([(429, headers)] * 6)
+    hub.refusal = (429, headers) if is_head else None
+    with pytest.raises(ConfigError, match="429.*wait some minutes, or log in"):
+        find_weight_files("owner/name:big.safetensors", part="prior")
+    assert max(waits) == longest
+
+
+@pytest.mark.parametrize(
     ("source", "refusal", "message"),
     [
         ("owner/name@main:absent.pt", None, "RemoteEntryNotFoundError.*check the name of the file"),
