@@ -109,13 +109,16 @@ class HubSource:
         """Return the path of a file in the cache, downloaded and checked against its hash if it is not there.
 
         `verify`: a file that is there is checked too, and replaced by a new download where it is damaged. A ConfigError
-        where the hub sent other or more content than it announced, which is not kept; else an error of the client.
+        where the hub sent other or more content than it announced, which is not kept, or where the user has to delete
+        what the cache has in its place; else an error of the client.
         """
         there = (self.folder() or self._cache()) / name
         is_here = there.is_file()
         is_new, path = False, there
         if not (is_here and _COMMIT.fullmatch(self.asked)):
             is_new, path = self._download(name)
+        if not path.is_file():
+            raise ConfigError(f"{path} lies where {self.repo}:{name} belongs, and is no file; delete it")
         if is_here and path == there and not verify:
             return path
         if (fault := find_fault(path)) and is_new:
@@ -139,10 +142,13 @@ class HubSource:
         """Replace a damaged file by a download beside the cache, if that is the same file."""
         with TemporaryDirectory(dir=self._cache().parent) as beside:
             _, path = self._download(name, beside)
-            fault = find_fault(path)
-            if fault or announced_hash(path) != announced_hash(damaged):
-                fault = fault or "another file than the damaged one in the cache"
+            if fault := find_fault(path):
                 raise _mismatch(f"{self.repo}:{name}", fault)
+            if announced_hash(path) != announced_hash(damaged):
+                raise ConfigError(
+                    f"{damaged.resolve()} is damaged, and the hub has another {self.repo}:{name} now; delete that file "
+                    "and download again to take the hub's"
+                )
             (path.parent / path.readlink()).replace(damaged.parent / damaged.readlink())
 
     def _cache(self) -> Path:

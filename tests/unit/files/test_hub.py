@@ -127,6 +127,28 @@ def test_a_damaged_file_stays_until_its_replacement_is_whole(hub: Hub, tmp_path:
     ], "nothing is left beside the cache"
 
 
+def test_a_damaged_file_that_the_hub_has_no_more_is_to_be_deleted(hub: Hub) -> None:
+    source = HubSource("owner/name", COMMIT, "")
+    path = source.fetch("big.safetensors")
+    path.resolve().write_bytes(b"?")
+    hub.files["big.safetensors"] = BIG[:-1]
+    with pytest.raises(ConfigError, match=f"{path.resolve()} is damaged, and the hub has another .*delete that file"):
+        source.fetch("big.safetensors", verify=True)
+    path.resolve().unlink()
+    assert source.fetch("big.safetensors", verify=True).read_bytes() == BIG[:-1]
+
+
+def test_a_folder_where_a_file_belongs_is_to_be_deleted(hub: Hub) -> None:
+    source = HubSource("owner/name", COMMIT, "")
+    path = source.fetch("small.json")
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=f"{path} lies where owner/name:small.json belongs, and is no file; delete"):
+        source.fetch("small.json")
+    path.rmdir()
+    assert source.fetch("small.json") == path
+
+
 HOSTILE = "../../../../written"
 
 
