@@ -45,10 +45,12 @@ _REMEDIES = {
     "RepositoryNotFoundError": f"check the name; if it is private, {_LOG_IN}",
     "RevisionNotFoundError": "name another revision behind the @, such as @main, or none",
     "RemoteEntryNotFoundError": "check the name of the file, or name another revision behind an @",
+    "FileMetadataError": "check proxies and HF_ENDPOINT, which has to name a hub or mirror, or give a local path",
 }
 """What helps against errors of the client, by their classes."""
 
 _REMEDY = "check the name, download it where there is a network (cascade-train download), or give a local path"
+_ANSWERED = f"try again later, check proxies and HF_ENDPOINT, {_LOG_IN}, or give a local path"
 _TOO_MANY = f"wait some minutes, or {_LOG_IN}, which raises the limit"
 
 
@@ -316,8 +318,9 @@ def unavailable(origin: str, error: Exception) -> ConfigError:
         error = error.__cause__  # why the hub could not be asked
     response = getattr(error, "response", None)
     names = [kind.__name__ for kind in type(error).__mro__]
-    remedy = next((_REMEDIES[name] for name in names if name in _REMEDIES), _REMEDY)
-    if getattr(response, "status_code", None) == 429:
+    status = getattr(response, "status_code", None) or getattr(error, "code", None)  # of the client, or of urllib
+    remedy = next((_REMEDIES[name] for name in names if name in _REMEDIES), _ANSWERED if status else _REMEDY)
+    if status == 429:
         remedy = _TOO_MANY
     if getattr(error, "errno", None) == errno.ENOSPC:
         remedy = "free space there, or set HF_HOME to a folder on another disk"
