@@ -26,8 +26,8 @@ class Hub:
 
     `files` are its contents by name; those above `lfs_bytes` are announced by SHA-256, others by git's SHA-1. `faults`
     are answered one by one instead of the next requests for a file's content: a number of bytes after which the
-    connection is cut, "wrong" bytes, an "endless" body, or (status, headers). `headers` replace those that announce a
-    file. `refusal` is the answer to everything. `pushed` holds what
+    connection is cut, "wrong" bytes, an "endless" body (of status 404: "endless 404"), or (status, headers). `headers`
+    replace those that announce a file, None leaves one out. `refusal` is the answer to everything. `pushed` holds what
     came by commits, by repository and name, `made` what was asked for new repositories, and `endless` counts the bytes
     of endless bodies that were taken.
     """
@@ -36,7 +36,7 @@ class Hub:
     lfs_bytes: int = 1000
     commit: str = COMMIT
     faults: deque[Any] = field(default_factory=deque)
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str | None] = field(default_factory=dict)
     refusal: tuple[int, dict[str, str]] | None = None
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     made: list[dict[str, Any]] = field(default_factory=list)
@@ -83,9 +83,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         if (content := self.found()) is not None:
-            headers = {"ETag": f'"{self.hub.etag(content)}"', "X-Repo-Commit": self.hub.commit}
+            headers: dict[str, str | None] = {"ETag": f'"{self.hub.etag(content)}"', "X-Repo-Commit": self.hub.commit}
             headers |= {"Content-Length": str(len(content)), "Accept-Ranges": "bytes"}
-            self.answer(200, headers | self.hub.headers)
+            self.answer(200, {name: value for name, value in (headers | self.hub.headers).items() if value is not None})
 
     def do_GET(self) -> None:
         if (content := self.found()) is None:
@@ -94,8 +94,8 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(fault, tuple):
             self.answer(*fault)
             return
-        if fault == "endless":
-            self.answer_without_end()
+        if isinstance(fault, str) and fault.startswith("endless"):
+            self.answer_without_end(int(fault.removeprefix("endless") or 200))
             return
         first = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
         ranged = {"Content-Range": f"bytes {first}-{len(content) - 1}/{len(content)}"} if first else {}
@@ -103,8 +103,9 @@ class Handler(BaseHTTPRequestHandler):
         rest = bytes(len(content) - first) if fault == "wrong" else content[first:]
         self.wfile.write(rest[:fault] if isinstance(fault, int) else rest)
 
-    def answer_without_end(self) -> None:
-        self.send_response(200)
+    def answer_without_end(self, status: int) -> None:
+        self.send_response(status)
+        self.send_header("Location", self.path)
         self.end_headers()
         with suppress(ConnectionError):
             for _ in range(2000):  # which a client that does not stop would take all

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -170,6 +171,23 @@ def test_what_cannot_be_downloaded_is_refused_with_code_2(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("fault", "headers", "message"),
+    [
+        ((500, {}), {}, "HfHubHTTPError: Server error '500.*try again later, check proxies and HF_ENDPOINT"),
+        ((404, {}), {}, "HfHubHTTPError: Client error '404.*try again later, check proxies and HF_ENDPOINT"),
+        (None, {"ETag": None}, "FileMetadataError: .*check proxies and HF_ENDPOINT, which has to name a hub or mirror"),
+    ],
+)
+def test_a_fault_of_the_hub_is_no_reason_to_download_elsewhere(hub, fault, headers, message, capsys):
+    hub.faults.extend([fault])
+    hub.headers = headers
+    assert launch(["download", "c_tiny", f"model.weights={PINNED}:prior"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(message, said)
+    assert "cascade-train download" not in said
+
+
 def test_a_disk_without_room_is_refused_before_the_download(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,6 +264,7 @@ def test_the_networks_of_evaluations_are_downloaded_and_named(
     assert launch(["download", "inception"]) == 2
     assert "features=http" in (said := capsys.readouterr().err)
     assert "HTTPError" in said
+    assert "try again later" in said
 
 
 def test_published_networks_are_pinned() -> None:

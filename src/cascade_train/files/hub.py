@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import DryRunFileInfo, constants
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-from huggingface_hub.utils import _http, tqdm
+from huggingface_hub.utils import _http, parse_ratelimit_headers, tqdm
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import replacing
@@ -31,7 +32,12 @@ _ETAG = re.compile(r'(W/)?"?([0-9a-f]{40}|[0-9a-f]{64})"?')
 _SECONDS, _SILENT_SECONDS = 5.0, 60.0
 """How long a hub may take to answer at all, before the first download, and another address to send anything."""
 
+_LONGEST_WAIT = 600
+"""Seconds for which the client waits where a hub limits requests."""
+
 _BLOCK = 2**20
+_ERROR_BLOCKS, _ERROR_BLOCK = 64, 1024
+"""How much of the body of an error is read: the client reads it whole for its message."""
 
 _LOG_IN = "log in (hf auth login, or HF_TOKEN in the environment)"
 _REMEDIES = {
@@ -39,10 +45,12 @@ _REMEDIES = {
     "RepositoryNotFoundError": f"check the name; if it is private, {_LOG_IN}",
     "RevisionNotFoundError": "name another revision behind the @, such as @main, or none",
     "RemoteEntryNotFoundError": "check the name of the file, or name another revision behind an @",
+    "FileMetadataError": "check proxies and HF_ENDPOINT, which has to name a hub or mirror, or give a local path",
 }
 """What helps against errors of the client, by their classes."""
 
 _REMEDY = "check the name, download it where there is a network (cascade-train download), or give a local path"
+_ANSWERED = f"try again later, check proxies and HF_ENDPOINT, {_LOG_IN}, or give a local path"
 _TOO_MANY = f"wait some minutes, or {_LOG_IN}, which raises the limit"
 
 
@@ -56,12 +64,18 @@ class HubSource:
 
     @property
     def commit(self) -> str | None:
-        """The named commit, or the cached one of the branch or tag; None = unknown."""
+        """The named commit, or the cached one of the branch or tag; None = unknown.
+
+        A ConfigError where the cache has another text in its place: the client cannot read it, or takes it for a path.
+        """
         revision = self.revision or "main"
         if _COMMIT.fullmatch(revision):
             return revision
         ref = self._cache() / "refs" / revision
-        return ref.read_text(encoding="utf-8").strip() if ref.is_file() else None
+        named = ref.read_bytes().decode(errors="replace").strip() if ref.is_file() else ""
+        if named and not _COMMIT.fullmatch(named):
+            raise ConfigError(f"{ref} has {shortened(named, LONGEST_NAME)!r} where a commit belongs; delete that file")
+        return named or None
 
     @property
     def asked(self) -> str:
@@ -97,13 +111,16 @@ class HubSource:
         """Return the path of a file in the cache, downloaded and checked against its hash if it is not there.
 
         `verify`: a file that is there is checked too, and replaced by a new download where it is damaged. A ConfigError
-        where the hub sent other or more content than it announced, which is not kept; else an error of the client.
+        where the hub sent other or more content than it announced, which is not kept, or where the user has to delete
+        what the cache has in its place; else an error of the client.
         """
         there = (self.folder() or self._cache()) / name
         is_here = there.is_file()
         is_new, path = False, there
         if not (is_here and _COMMIT.fullmatch(self.asked)):
             is_new, path = self._download(name)
+        if not path.is_file():
+            raise ConfigError(f"{path} lies where {self.repo}:{name} belongs, and is no file; delete it")
         if is_here and path == there and not verify:
             return path
         if (fault := find_fault(path)) and is_new:
@@ -127,10 +144,13 @@ class HubSource:
         """Replace a damaged file by a download beside the cache, if that is the same file."""
         with TemporaryDirectory(dir=self._cache().parent) as beside:
             _, path = self._download(name, beside)
-            fault = find_fault(path)
-            if fault or announced_hash(path) != announced_hash(damaged):
-                fault = fault or "another file than the damaged one in the cache"
+            if fault := find_fault(path):
                 raise _mismatch(f"{self.repo}:{name}", fault)
+            if announced_hash(path) != announced_hash(damaged):
+                raise ConfigError(
+                    f"{damaged.resolve()} is damaged, and the hub has another {self.repo}:{name} now; delete that file "
+                    "and download again to take the hub's"
+                )
             (path.parent / path.readlink()).replace(damaged.parent / damaged.readlink())
 
     def _cache(self) -> Path:
@@ -229,10 +249,20 @@ def _check_answers() -> None:
 
 
 def _check_answer(answer: Any) -> None:
-    """Refuse a commit or an ETag that is no hash: the client names folders and files by them."""
+    """Bound what the client reads of an error and how long it waits; refuse a commit or an ETag that is no hash.
+
+    The client names folders and files by these two.
+    """
     headers = answer.headers
+    if answer.request.method != "HEAD" and not answer.is_success:
+        answer._content = b"".join(islice(answer.iter_bytes(_ERROR_BLOCK), _ERROR_BLOCKS))
+        answer.close()
     if answer.url.host != "huggingface.co":
         headers.pop("X-Xet-Hash", None)  # of Xet's servers, which the hub names, the client bounds no download
+    limit = parse_ratelimit_headers(headers)
+    if max(limit.reset_in_seconds if limit else 0, _http._parse_retry_after(headers) or 0) > _LONGEST_WAIT:
+        for name in ("RateLimit", "Retry-After"):  # without them the client tries five times, and gives up
+            headers.pop(name, None)
     commit, etag = headers.get("X-Repo-Commit"), headers.get("X-Linked-Etag") or headers.get("ETag")
     if answer.request.method != "HEAD" or commit is None:  # without a commit the client takes nothing
         return
@@ -288,8 +318,9 @@ def unavailable(origin: str, error: Exception) -> ConfigError:
         error = error.__cause__  # why the hub could not be asked
     response = getattr(error, "response", None)
     names = [kind.__name__ for kind in type(error).__mro__]
-    remedy = next((_REMEDIES[name] for name in names if name in _REMEDIES), _REMEDY)
-    if getattr(response, "status_code", None) == 429:
+    status = getattr(response, "status_code", None) or getattr(error, "code", None)  # of the client, or of urllib
+    remedy = next((_REMEDIES[name] for name in names if name in _REMEDIES), _ANSWERED if status else _REMEDY)
+    if status == 429:
         remedy = _TOO_MANY
     if getattr(error, "errno", None) == errno.ENOSPC:
         remedy = "free space there, or set HF_HOME to a folder on another disk"

@@ -13,7 +13,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import RemoteEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
 
 import cascade_train.files.hub as hub_module
 from cascade_train.errors import ConfigError
@@ -127,6 +127,28 @@ def test_a_damaged_file_stays_until_its_replacement_is_whole(hub: Hub, tmp_path:
     ], "nothing is left beside the cache"
 
 
+def test_a_damaged_file_that_the_hub_has_no_more_is_to_be_deleted(hub: Hub) -> None:
+    source = HubSource("owner/name", COMMIT, "")
+    path = source.fetch("big.safetensors")
+    path.resolve().write_bytes(b"?")
+    hub.files["big.safetensors"] = BIG[:-1]
+    with pytest.raises(ConfigError, match=f"{path.resolve()} is damaged, and the hub has another .*delete that file"):
+        source.fetch("big.safetensors", verify=True)
+    path.resolve().unlink()
+    assert source.fetch("big.safetensors", verify=True).read_bytes() == BIG[:-1]
+
+
+def test_a_folder_where_a_file_belongs_is_to_be_deleted(hub: Hub) -> None:
+    source = HubSource("owner/name", COMMIT, "")
+    path = source.fetch("small.json")
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=f"{path} lies where owner/name:small.json belongs, and is no file; delete"):
+        source.fetch("small.json")
+    path.rmdir()
+    assert source.fetch("small.json") == path
+
+
 HOSTILE = "../../../../written"
 
 
@@ -150,6 +172,22 @@ def test_a_body_without_end_is_stopped_above_the_announced_size(hub: Hub, tmp_pa
     with pytest.raises(ConfigError, match=r"small.json: more came than the 2 bytes that the hub announced"):
         HubSource("owner/name", COMMIT, "").fetch("small.json")
     assert blobs(tmp_path) == []
+    assert hub.endless < 10_000_000
+
+
+@pytest.mark.parametrize("status", [404, 500])
+def test_the_body_of_an_error_is_read_up_to_a_bound(hub: Hub, tmp_path: Path, status: int) -> None:
+    hub.faults.append(f"endless {status}")
+    with pytest.raises(HfHubHTTPError, match=str(status)) as caught:
+        HubSource("owner/name", COMMIT, "").fetch("small.json")
+    assert len(caught.value.response.content) == 65_536
+    assert hub.endless < 10_000_000
+    assert blobs(tmp_path) == []
+
+
+def test_the_body_of_a_redirect_is_read_up_to_a_bound(hub: Hub) -> None:
+    hub.faults.append("endless 302")
+    assert HubSource("owner/name", COMMIT, "").fetch("small.json").read_bytes() == b"{}"
     assert hub.endless < 10_000_000
 
 
@@ -181,6 +219,24 @@ def test_a_rate_limit_is_waited_for_as_long_as_the_hub_says(hub: Hub, waits: lis
 
 
 @pytest.mark.parametrize(
+    ("headers", "longest"),
+    [
+        ({"Retry-After": "601"}, 8),
+        ({"Retry-After": "600"}, 601),
+        ({"RateLimit": '"api";r=0;t=86400'}, 8),
+        ({"RateLimit": '"api";r=0;t=600'}, 601),
+    ],
+)
+@pytest.mark.parametrize("is_head", [True, False])
+def test_a_rate_limit_above_ten_minutes_is_not_waited_for(hub, waits, headers, longest, is_head):
+    hub.faults.extend([(429, headers)] * 6)
+    hub.refusal = (429, headers) if is_head else None
+    with pytest.raises(ConfigError, match="429.*wait some minutes, or log in"):
+        find_weight_files("owner/name:big.safetensors", part="prior")
+    assert max(waits) == longest
+
+
+@pytest.mark.parametrize(
     ("source", "refusal", "message"),
     [
         ("owner/name@main:absent.pt", None, "RemoteEntryNotFoundError.*check the name of the file"),
@@ -206,6 +262,21 @@ def test_a_source_without_a_revision_stays_at_the_commit_of_its_first_download(h
     assert find_weight_files("owner/name@main", part="prior")[0].read_bytes() == BIG[:6000]
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert find_weight_files(f"owner/name@{COMMIT}", part="prior") == first
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"../../../..", COMMIT.encode() + b"0"])
+def test_a_cached_reference_that_is_no_commit_is_refused_and_written_anew_once_it_is_deleted(hub, tmp_path, content):
+    source = HubSource("owner/name", None, "")
+    path = source.fetch("small.json")
+    ref = tmp_path / "hub" / "models--owner--name" / "refs" / "main"
+    ref.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"owner/name: {ref} has '.*' where a commit belongs; delete that file"):
+        find_weight_files("owner/name", part="prior")
+    ref.write_bytes(b"")
+    assert source.commit is None
+    ref.unlink()
+    assert source.fetch("small.json") == path
+    assert source.commit == COMMIT
 
 
 def test_the_room_of_the_cache_is_that_of_its_disk(hub: Hub, tmp_path: Path) -> None:
