@@ -259,8 +259,8 @@ def _ambiguous(text: str) -> str:
         return " ".join(text.split())
     key, _, value = ambiguous[1].partition("=")
     return (
-        f"{ambiguous[1]!r} holds several values. As a list, write: {quoted_form(f'{key}=[{value}]')}; as one text, "
-        f"""write: {quoted_form(f'{key}="{value}"')}; to train once with each, add --multirun."""
+        f"{ambiguous[1]!r} holds several values. To train once with each, add --multirun. As one text, write: "
+        f"""{quoted_form(f'{key}="{value}"')}; where the key takes a list, write: {quoted_form(f'{key}=[{value}]')}."""
     )
 
 

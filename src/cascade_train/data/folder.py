@@ -277,7 +277,10 @@ def find_pictures(root: Path, others: list[str]) -> Iterator[PictureFile]:
     is reached again, as by a loop of links, counts once. A ConfigError for a missing folder or a wrong `multiply.txt`.
     """
     if not root.is_dir():
-        raise ConfigError(f"data.path={root} is not a folder; paths are relative to the current folder, {Path.cwd()}")
+        other = f". Tars are read by: data=webdataset data.urls={root}" if root.suffix == ".tar" else ""
+        raise ConfigError(
+            f"data.path={root} is not a folder; paths are relative to the current folder, {Path.cwd()}{other}"
+        )
     seen: set[tuple[int, int]] = set()
     strange: list[str] = []
     for folder, folders, names in os.walk(root, followlinks=True, onerror=_raise):

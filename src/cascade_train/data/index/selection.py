@@ -54,6 +54,8 @@ def selected(index: Index, selectors: Iterable[RowSelector]) -> np.ndarray:
             reports.append(f"{dropped} of {len(index)} samples {selection.reason}")
             _log.info("Left out: %s.", reports[-1])
         kept &= selection.kept
+    if not len(index):
+        raise ConfigError("data: the source has no sample. Look at what its url or path names")
     if not kept.any():
         raise ConfigError(f"data: no sample is left to read: {'; '.join(reports)}. Relax what leaves them out.")
     return kept

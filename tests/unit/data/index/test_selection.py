@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -47,6 +48,8 @@ def test_nothing_left_is_refused_with_the_reasons() -> None:
     index = shapes(samples=3).open()
     with pytest.raises(ConfigError, match=r"no sample is left to read: 2 of 3 samples are not wanted; 1 of 3"):
         selected(index, [without(0, 1), without(2)])
+    with pytest.raises(ConfigError, match="the source has no sample"):
+        selected(dataclasses.replace(index, table=index.table[:0], keys=index.keys[:0], content=index.content[:0]), [])
 
 
 def test_training_and_held_out_samples_are_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
