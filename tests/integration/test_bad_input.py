@@ -83,9 +83,9 @@ def test_weights_of_another_model_are_refused(refuse, tmp_path):
 
 
 def test_an_argument_out_of_range_is_refused_by_its_node(refuse):
-    assert refuse("task=lora", "task.rank=0").startswith("task.rank=0: an adapter needs")
+    assert refuse("task=lora", "task.rank=0").startswith("task.rank=0 must be at least 1: an adapter needs")
     said = refuse("task=finetune", "model.text_encoder.max_tokens=1")
-    assert said.startswith("model.text_encoder.max_tokens=1: must be at least 3")
+    assert said.startswith("model.text_encoder.max_tokens=1 must be at least 3")
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path, capfd):

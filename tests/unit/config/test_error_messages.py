@@ -64,7 +64,7 @@ REFUSED = {
     "model=c_tiny task=lora --cfg job --multirun": r"^Only one of --run, --multirun, --cfg",
     "model=c_tiny task=lora --resolve": r"^The --resolve flag can only be used",
     "model=c_tiny task=lora data.urls=[a-{0..5}.tar]": r"Write: 'data\.urls=\[\"a-\{0\.\.5\}\.tar\"\]'$",
-    "model=c_tiny task=lora sample.prompts=a,b": r"--multirun\. As one text, write: '.*\"a,b\"'; .* write: '.*=\[a,b\]'",
+    "model=c_tiny task=lora sample.prompts=a,b": r"\. As one text, write: '.*\"a,b\"'; .* write: '.*=\[a,b\]'",
     "model=c_tiny task=lora train.global_batch_size=9 train.micro_batch_size=2": r"sizes that fit: 1, 3, 9;",
 }
 
