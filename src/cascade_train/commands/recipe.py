@@ -86,11 +86,14 @@ def translate(source: Any, args: ImportArgs) -> Recipe:
     try:
         recipe = from_source(system, source, path=path, flags=flags, ranks=args.ranks, model=args.model, fills=fills)
         settle(recipe)
-        parse_row_filters(recipe.values.get("data.row_filters"))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{args.source} holds a value of another type than its trainer reads: {error}.") from error
+    try:
+        parse_row_filters(recipe.values.get("data.row_filters"))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        recipe.drop("data.row_filters", str(error))
     return recipe
 
 

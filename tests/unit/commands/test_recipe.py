@@ -242,7 +242,6 @@ def test_the_template_with_everything_left_open_is_translated(tmp_path: Path) ->
         ("a: ${b", (), "cannot be read as YAML"),
         (official("finetune_c_3b", model_version="7B"), (), "model_version=7B is no model of Stable Cascade"),
         (official("finetune_c_3b_lora"), ("ranks=3",), "does not divide into grad_accum_steps=4 passes of 3 ranks"),
-        (official("finetune_c_3b", dataset_filters=[["a", "lambda s: __import__('os')"]]), (), "calls are not allowed"),
         (official("finetune_c_3b"), ("ranks=0",), "ranks=0 must be at least 1"),
         (official("finetune_c_3b"), ("behaviour=mine",), "behaviour=mine is unknown; choose one of original, ours"),
         (official("finetune_c_3b"), ("out=mine.yaml",), "must be named experiment/<name>.yaml"),

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cascade_train.config.recipes.reading import flat, parsed, read_flags, read_linked, scalar
+from omegaconf import MISSING
+
+from cascade_train.config.recipes.reading import flat, list_folder, parsed, read_flags, read_linked, scalar
 from cascade_train.config.recipes.recipe import ADDED, Kind, Recipe
 from cascade_train.config.recipes.table import OFF, SYSTEMS, Values, apply, fits, load_table, pairs, row_of
 
@@ -36,6 +38,7 @@ class Given:
     keys: dict[str, Any]  # dotted, with defaults
     datasets: list[Dataset] = field(default_factory=list)  # empty where the configuration itself describes one
     implied: set[str] = field(default_factory=set)  # keys that the file does not have
+    open: set[str] = field(default_factory=set)  # keys whose interpolation leads to no value of the file
     ours: dict[str, Any] = field(default_factory=dict)  # defaults that no key of the trainer's names, by our keys
     notes: dict[str, tuple[Kind, str]] = field(default_factory=dict)  # of keys, files and datasets beside the table
 
@@ -59,19 +62,25 @@ def lay_out(system: str, source: Any, path: Path, *, flags: Values, fills: bool)
         sections = {key: value for key, value in source.items() if isinstance(value, dict) and key != "general"}
         source = {key: value for key, value in source.items() if key not in sections}
         source |= {key: value for section in sections.values() for key, value in section.items()}
-        typed = source.get("additional_parameters")
-        flags = {**(read_flags(typed) if str(typed).strip().startswith("--") else {}), **flags}
-    nested = {**{str(key).removeprefix("--"): value for key, value in source.items()}, **flags}
+    renamed = table.get("renamed", {})
+    nested = {str(key).removeprefix("--"): value for key, value in source.items()}
+    typed = str(nested.get(table.get("typed", "")) or "")
+    flags = {**(read_flags(typed[typed.index("--") :]) if "--" in typed else {}), **flags}
+    nested = {renamed.get(key, key): value for key, value in (nested | flags).items()}
     _follow(nested, given, table, path)
     paired = {name: pairs(nested.get(name)) or None for name in table.get("pairs", ())}
     nested = {key: value for key, value in (nested | paired).items() if value is not None or key not in paired}
-    renamed = table.get("renamed", {})
-    given.keys = {key: _read(table, key, value) for key, value in ((renamed.get(k, k), v) for k, v in flat(nested))}
-    (_kohya if system == "kohya" else _listed)(given, table)
+    laid = {renamed.get(key, key): value for key, value in flat(nested)}
+    given.keys = {key: _read(table, key, value) for key, value in laid.items()}
+    given.open = {key for key, value in laid.items() if value == MISSING}
+    if system == "kohya":
+        _kohya(given, path)
+    else:
+        _listed(given, table)
     if fills:
         defaults = table.get("defaults", {})
-        known = {key for key in defaults if row_of(table["keys"] | table["data"], key) is not None}
-        given.implied = {key for key in known if given.keys.get(key) is None}
+        known = defaults.keys() & (table["keys"] | table["data"]).keys()
+        given.implied = {key for key in known - given.open if given.keys.get(key) is None}
         given.keys |= {key: value for key, value in defaults.items() if key in given.implied}
         given.ours = {key: value for key, value in defaults.items() if key not in known}
     return given
@@ -82,7 +91,7 @@ def _read(table: Values, key: str, value: Any) -> Any:
     rows = table["keys"] | table["data"]
     row = rows.get(row_of(rows, key) or "", "")
     to = row if isinstance(row, str) else str(row.get("to", ""))
-    return None if value in ("", "???") else value if to.startswith(TEXTS) else scalar(value)
+    return None if value in ("", MISSING) else value if to.startswith(TEXTS) else scalar(value)
 
 
 def _follow(nested: dict[str, Any], given: Given, table: Values, path: Path) -> None:
@@ -94,7 +103,10 @@ def _follow(nested: dict[str, Any], given: Given, table: Values, path: Path) -> 
         try:
             found, content = read_linked(name, path)
         except ValueError as error:
-            given.notes[key] = (Kind.YOURS, f"{name} is left: {error}. Put it beside the file, and import again")
+            given.notes[key] = (
+                Kind.YOURS,
+                f"{name} is left: {str(error).rstrip('.')}. Put it beside the file, and import again",
+            )
         else:
             inner = parsed(content, found)
             nested.update({place: inner} if place else inner)
@@ -116,23 +128,33 @@ def _listed(given: Given, table: Values) -> None:
             given.notes[title] = (Kind[skip["kind"].upper()], skip["why"])
 
 
-def _kohya(given: Given, table: Values) -> None:
+def _kohya(given: Given, path: Path) -> None:
     """Take the subsets of all datasets, of which one has the size, or the folders that are named as 10_cats."""
     keys = given.keys
     listed = keys.pop("datasets", None) or []
     general = {key.removeprefix("general."): keys.pop(key) for key in list(keys) if key.startswith("general.")}
     subsets = [{**general, **each, **own} for each in listed for own in each.get("subsets", [])]
+    sizes = [str(each["batch_size"]) for each in subsets if "batch_size" in each]
+    if len(set(sizes)) > 1:
+        why = f"{', '.join(sizes)} of its datasets, and one here: train.micro_batch_size={sizes[-1]} goes for all"
+        given.notes["batch_size of datasets"] = (Kind.MISSING, why)
     for subset in subsets:
         subset.pop("subsets", None)
         keys.update({"train_batch_size": subset["batch_size"]} if "batch_size" in subset else {})
+        if len(set(sizes)) > 1:
+            subset.pop("batch_size", None)
         if subset.pop("is_reg", False):
             subset["prior_loss_weight"] = keys.get("prior_loss_weight") or 1.0
     if any("prior_loss_weight" in subset for subset in subsets):
         keys.pop("prior_loss_weight", None)
     stems = [str(each.get("image_dir", "")) for each in subsets]
-    folder = Path(str(keys.get("train_data_dir") or ""))
-    if not subsets and keys.get("train_data_dir") not in OFF and folder.is_dir():
-        inner = [(each, re.fullmatch(r"(\d+)_(.*)", each.name)) for each in sorted(folder.iterdir()) if each.is_dir()]
+    folder = keys.get("train_data_dir")
+    if not subsets and folder not in OFF:
+        listed = list_folder(str(folder), path)
+        if listed is None:
+            why = "those named as 10_cats are not listed, as they are not beside the file: data.repeats="
+            given.notes["folders of train_data_dir"] = (Kind.YOURS, why)
+        inner = [(each, re.fullmatch(r"(\d+)_(.*)", each.name)) for each in listed or () if each.is_dir()]
         subsets = [
             {"image_dir": str(each), "num_repeats": int(match[1]), "class_tokens": match[2]}
             for each, match in inner

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from cascade_train.config.recipes.recipe import Kind, Recipe
@@ -21,7 +22,7 @@ FILTER_FILES = {
 """Files of the original's filters, and the keys that name them here."""
 
 
-def finish_official(recipe: Recipe, given: Values, fills: bool) -> None:
+def finish_official(recipe: Recipe, given: Values, _: Path, fills: bool) -> None:
     """Take what ties several keys together, and what the original does by itself where `fills`."""
     is_stage_b = recipe.groups["model"].startswith("b_")
     if given.get("adaptive_loss_weight") and given.get("edm_objective"):

@@ -50,6 +50,19 @@ def read_linked(name: str, source: Path) -> tuple[Path, bytes]:
     raise ValueError(f"{name} is not in the folder of the file, and others are not opened")
 
 
+def list_folder(name: str, source: Path) -> list[Path] | None:
+    """Return the entries of a folder, sorted; None where it is not that of the configuration, or below it.
+
+    Names begin at the working directory, as for their trainers. A link that leads elsewhere is not followed.
+    """
+    try:
+        folder = Path(os.path.realpath(name, strict=True))
+        inside = folder.is_relative_to(os.path.realpath(source.absolute().parent))
+        return sorted(Path(name, each.name) for each in folder.iterdir()) if inside else None
+    except (OSError, ValueError):
+        return None
+
+
 def parsed(content: bytes, path: Path) -> Any:
     """Return the values of a text, by the ending of its file; a ConfigError where they are none."""
     form, reader = READERS.get(path.suffix, ("YAML", _read_yaml))

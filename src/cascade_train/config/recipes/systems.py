@@ -9,6 +9,7 @@ from typing import Any
 from cascade_train.config.arguments import parameters
 from cascade_train.config.recipes.layouts import Given, lay_out, take_datasets
 from cascade_train.config.recipes.official import finish_official
+from cascade_train.config.recipes.reading import list_folder
 from cascade_train.config.recipes.recipe import Kind, Recipe, own_objective
 from cascade_train.config.recipes.table import OFF, Values, chosen, fits, load_table, take, whole
 from cascade_train.config.recipes.text_towers import take_towers
@@ -16,7 +17,7 @@ from cascade_train.config.targets import import_target
 from cascade_train.errors import ConfigError
 
 SILENT = "what the file does not say"
-LONG = "model.text_encoder.long_captions"
+LONG, EPS = "model.text_encoder.long_captions", "optimizer.algorithm.eps"
 
 
 def from_source(
@@ -35,18 +36,32 @@ def from_source(
     if "closed" in table and not certain:
         key = table["closed"]
         raise ConfigError(f"{key}={given.keys.get(key)} is no model of {table['title']}. Mend it in the file.")
+    named = _stranger(given.keys, table, certain)
     models = [model] if model else certain or list(table["choices"]["model"])
     recipe = _common([_translated(system, given, table, each, certain, path, ranks, fills) for each in models])
     if len(models) > 1:
         options = ", ".join(f"model={each}" for each in models)
-        recipe.ask("model", f"the file does not say for certain which one it trains. Import again with {options}")
+        why = (
+            f"{named} is none of the families here"
+            if named
+            else "the file does not say for certain which one it trains"
+        )
+        recipe.ask("model", f"{why}. Import again with {options}")
     elif certain and models != certain:
         recipe.remarks.append(f"The file trains model={certain[0]}; model={models[0]} trains here.")
     return recipe
 
 
+def _stranger(given: Values, table: Values, certain: Sequence[str]) -> str:
+    """Return the keys and values by which a file names a model that is not here; an empty text where it names none."""
+    named = [f"{key}={given[key]}" for key in table.get("family", ()) if given.get(key) not in OFF]
+    return "" if certain else ", ".join(named)
+
+
 def _common(recipes: Sequence[Recipe]) -> Recipe:
     """Return the intersection of several recipes of one file; the rest is left to the user."""
+    if len(recipes) == 1:
+        return recipes[0]
     first, why = recipes[0], "it follows the model: import again with model="
     every = [each.groups | each.values for each in recipes]
     differing = [key for key, value in every[0].items() if any(each.get(key, ...) != value for each in every)]
@@ -86,7 +101,7 @@ def _translated(
     take_datasets(recipe, inherited, given.datasets or [("pictures", {})], table, path)
     _batch(recipe, given.keys, table, ranks)
     _adafactor(recipe, given.keys, table)
-    FINISHES.get(system, lambda *_: None)(recipe, given.keys, fills)
+    FINISHES.get(system, lambda *_: None)(recipe, given.keys, path, fills)
     take_towers(recipe, system, given.keys, table, said=given.keys.keys() - given.implied)
     if recipe.groups["model"].startswith("sdxl") and recipe.values.get(LONG):
         recipe.put(recipe.origins[LONG], {LONG: True, LONG.replace("encoder", "encoder_2"): True})  # both towers
@@ -97,6 +112,9 @@ def _translated(
     told = (Kind.TAKEN, Kind.YOURS)  # of what the file does not say
     recipe.fates = {k: fate for k, fate in recipe.fates.items() if k not in recipe.implied or fate[0] in told}
     recipe.fates |= given.notes
+    for key in given.open:
+        if recipe.fates.get(key, (None,))[0] in (None, Kind.SAME):
+            recipe.note(key, "its value is none of the file's, and is not looked up: set what it means here")
     for key in own.keys() - recipe.fates.keys() - given.implied - recipe.taken().keys():
         is_off = given.keys[key] in OFF
         why, kind = ("it is off there, as here", Kind.SAME) if is_off else ("nothing is taken from it", Kind.YOURS)
@@ -117,9 +135,10 @@ def _weights(recipe: Recipe, given: Values, table: Values, certain: list[str]) -
     """Take the weights of the file's model; another takes none of them."""
     key = str(table.get("weights"))
     weights = given.get(key)
-    if weights in OFF:
+    if weights in OFF or recipe.fates.get(key, (None,))[0] is Kind.YOURS:
         return
-    if recipe.groups["model"] not in (certain or table["choices"]["model"]):
+    others = () if _stranger(given, table, certain) else table["choices"]["model"]
+    if recipe.groups["model"] not in (certain or others):
         recipe.note(key, "its weights are those of another model", Kind.MISSING)
     elif str(weights).endswith("_ms.ckpt"):
         recipe.note(key, "a checkpoint of MindSpore: model.weights takes diffusers' folder, or safetensors")
@@ -155,7 +174,11 @@ def _adafactor(recipe: Recipe, given: Values, table: Values) -> None:
         return
     scale, relative = table["adafactor"]["scale"], table["adafactor"]["relative"]
     said = [key for key in (scale, relative) if key not in recipe.implied]
-    if given.get(scale) not in OFF and given.get(relative) in OFF:
+    is_torchs = given.get(scale) not in OFF and given.get(relative) in OFF
+    if EPS in recipe.values:
+        other = "torch's Adafactor adds it elsewhere" if is_torchs else "it is Adafactor's, and optimizer=adamw trains"
+        recipe.drop(EPS, f"{other}: {EPS} stays the default", Kind.MISSING)
+    if is_torchs:
         recipe.put(said, {"optimizer": "adafactor"})
         return
     why = (
@@ -181,7 +204,7 @@ def _objective(recipe: Recipe, given: Values) -> None:
         recipe.put(said or recipe.origins["objective"], {**target, "objective.loss_weight.target": "v"})
 
 
-def _finish_open_diffusion(recipe: Recipe, given: Values, _: bool) -> None:
+def _finish_open_diffusion(recipe: Recipe, given: Values, *_: object) -> None:
     """Take the network and its frozen parts, the files of the data, and the length in steps."""
     if given.get(WIDTH) is not None and given[WIDTH] == WIDTHS.get(recipe.groups["model"]):
         _network(recipe, given)
@@ -234,7 +257,7 @@ FROZEN: dict[str, tuple[str, dict[str, str]]] = {
 FILTERS = "dataset.params.filters."
 
 
-def _finish_mindone(recipe: Recipe, given: Values, _: bool) -> None:
+def _finish_mindone(recipe: Recipe, given: Values, path: Path, _: bool) -> None:
     if recipe.groups["model"] == "sdxl":
         _conditioner(recipe, given)
     kind = str(given.get("data.dataset_config.target", "")).rpartition(".")[2]
@@ -245,7 +268,10 @@ def _finish_mindone(recipe: Recipe, given: Values, _: bool) -> None:
         recipe.put("data_path", {"data.urls": given["data_path"]})
     elif given.get("data_path"):  # all tables of a folder are read
         folder = str(given["data_path"]).rstrip("/")
-        paths = [str(path) for path in sorted(Path(folder).glob("*.csv"))] or [f"{folder}/img_txt.csv"]
+        listed = list_folder(folder, path)
+        if listed is None:
+            recipe.note("tables of data_path", "they are not listed, as they are not beside the file: data.path=[...]")
+        paths = [str(each) for each in listed or () if each.suffix == ".csv"] or [f"{folder}/img_txt.csv"]
         columns = {"data.image_column": "dir", "data.caption_column": "text"}
         recipe.put("data_path", {"data.path": paths if len(paths) > 1 else paths[0], **columns})
     if any(each.get("is_trainable") for each in given.get(EMBEDDERS) or [] if isinstance(each, dict)):
@@ -282,9 +308,12 @@ PUBLISHED = {
 }
 """Weights that the models of their families have by themselves, under their former names too."""
 
-VELOCITY = {"v_parameterization": True, "force_v_prediction": True, "prediction_type": "v_prediction"}
+VELOCITY = {
+    **{"v_parameterization": True, "force_v_prediction": True, "prediction_type": "v_prediction"},
+    "model.noise_scheduler_training.params.prediction_type": "v_prediction",
+}
 """Keys by which a network predicts the velocity, whatever its weights."""
-FINISHES: dict[str, Callable[[Recipe, Values, bool], None]] = {
+FINISHES: dict[str, Callable[[Recipe, Values, Path, bool], None]] = {
     "official": finish_official,
     "open_diffusion": _finish_open_diffusion,
     "mindone": _finish_mindone,

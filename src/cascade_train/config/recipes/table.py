@@ -19,6 +19,7 @@ same key of ours, the later goes before the earlier.
 
 A key of ours that begins with a dot belongs to the source that a dataset becomes. `choices` say by which keys a file
 chooses a model and a task, `defaults` what its trainer takes where a file says nothing, by its keys or by ours.
+`family`: the keys that name a model, which may be none here. `typed`: the key of flags as they are typed.
 `towers`: the keys by which text towers train (`frozen`: do not train), those of their rates, and of the default rate
 (`own`), and the layers that get adapters.
 """
@@ -43,6 +44,8 @@ SYSTEMS = ("official", "open_diffusion", "everydream1", "mindone", "onetrainer",
 """The trainers' tables, in the order in which a file is recognised."""
 OFF: tuple[Any, ...] = (None, "", False, 0, 0.0, "none", "None", [], {})
 """Values by which other trainers switch a thing off."""
+MAX_SIDE = 1_000_000
+"""Pixels, more than any picture has."""
 
 Values = Mapping[str, Any]
 
@@ -119,7 +122,7 @@ def apply(recipe: Recipe, key: str, row: Any, given: Values, source: Path, *, to
             recipe.note(told, why or f"{value} has no equivalent", kind)
         else:
             recipe.note(told, f"{value} is what happens here", Kind.SAME)
-    elif kind is Kind.MISSING and value in OFF and "same" not in row:
+    elif kind is not Kind.UNNEEDED and value in OFF and "same" not in row:
         recipe.note(told, "it is off there, as here", Kind.SAME)
     elif why:
         recipe.note(told, why, kind)
@@ -173,15 +176,24 @@ def whole(given: Values, key: str) -> int:
 
 def word(value: Any) -> str:
     """Return a value as tables compare it."""
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
     return str(value).strip().lower()
 
 
 def side(value: Any) -> int:
     """Return the side in pixels of a square as large as 768, "1024x1024", [512, 512] or, rounded to 32, "512,768"."""
-    sides = [int(part) for part in re.split(r"[,x]", str(value).strip("[] "))]
-    if not 1 <= len(sides) <= 2 or min(sides) < 1:
+    sides = [float(part) for part in re.split(r"[,x]", str(value).strip("[] "))]
+    if not 1 <= len(sides) <= 2 or not all(1 <= each < MAX_SIDE and each.is_integer() for each in sides):
         raise ValueError("one or two sides in pixels")
-    return sides[0] if sides[0] == sides[-1] else 32 * max(1, round(math.sqrt(sides[0] * sides[1]) / 32))
+    return int(sides[0]) if sides[0] == sides[-1] else 32 * max(1, round(math.sqrt(sides[0] * sides[1]) / 32))
+
+
+def _one_side(value: Any, _: Path) -> int:
+    """Return the side of a square as large as the one size of a list, such as "768" or "512x768"."""
+    sizes = {part.strip() for part in str(value).split(",")}
+    if len(sizes) > 1:
+        raise LeftError(f"{value} are several sizes that train side by side: model.image_size= takes one")
+    return side(sizes.pop())
 
 
 def _shapes(value: Any, _: Path) -> Any:
@@ -229,6 +241,16 @@ def _crop(transforms: Any, _: Path) -> str:
     return "center" if "CenterCrop" in names else "random"
 
 
+def _numbers(value: Any) -> list[Any]:
+    return [scalar(each) for each in str(value).strip("()[] ").split(",")]
+
+
+def _at_least(value: Any, _: Path) -> dict[str, str]:
+    if not float(value).is_integer():
+        raise LeftError("an area in millions of pixels: data.size_filters={short_side: '>= <pixels>'}")
+    return {"short_side": f">= {int(value)}"}
+
+
 def _count(value: Any, _: Path) -> int:
     if float(value) < 1 or int(value) != float(value):
         raise LeftError("parts of an epoch are no cadence: validate.every_steps=")
@@ -244,6 +266,7 @@ def _prompt(samples: Any, _: Path) -> list[str]:
 
 CONVERSIONS: dict[str, Callable[[Any, Path], Any]] = {
     "side": lambda value, _: side(value),
+    "one_side": _one_side,
     "shapes": _shapes,
     "thousandth": lambda value, _: float(value) / 1000,
     "one_more": lambda value, _: value + 1,
@@ -253,14 +276,15 @@ CONVERSIONS: dict[str, Callable[[Any, Path], Any]] = {
     "count": _count,
     "warmup": _warmup,
     "number": lambda value, _: float(value),
-    "numbers": lambda value, _: [scalar(each) for each in str(value).strip("()[] ").split(",")],
+    "numbers": lambda value, _: _numbers(value),
     "whole": lambda value, _: round(value),
     "last": lambda value, _: str(value).rpartition(".")[2],
     "list": lambda value, _: [str(value)],
     "parts": lambda value, _: [part.strip() for part in str(value).split(",") if part.strip()] or None,
     "template": lambda value, _: str(value).replace("{", "{{").replace("}", "}}"),
     "or_off": lambda value, _: value or None,
-    "at_least": lambda value, _: {"short_side": f">= {int(value)}"},
+    "one_or_more": lambda value, _: _numbers(value) if "," in str(value) else value,
+    "at_least": _at_least,
 }
 """Conversions by their names in tables; the second argument is the file that is read."""
 

@@ -76,12 +76,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def told(source: Any, folder: Path, *more: str, **options: Any) -> tuple[Recipe, DictConfig]:
+def told(source: Any, folder: Path, /, *more: str, **options: Any) -> tuple[Recipe, DictConfig]:
     """Import values, assert that all that is said to be taken over is true, and return recipe and configuration.
 
     `more` chooses what the recipe asks for.
     """
-    args = ImportArgs(source=str(folder / "given.json"), out="experiment/mine.yaml", **options)
+    args = ImportArgs(**{"source": str(folder / "given.json"), "out": "experiment/mine.yaml", **options})
     recipe = translate(source, args)
     (folder / "experiment/mine.yaml").write_text(recipe.text(title="A file.", command="cascade-train"))
     cfg = composed("experiment=mine", *(each for each in more if each.split("=")[0] in recipe.asked), extra=folder)
