@@ -260,7 +260,7 @@ def _ambiguous(text: str) -> str:
     key, _, value = ambiguous[1].partition("=")
     return (
         f"{ambiguous[1]!r} holds several values. To train once with each, add --multirun. As one text, write: "
-        f"""{quoted_form(f'{key}="{value}"')}; where the key takes a list, write: {quoted_form(f'{key}=[{value}]')}."""
+        f"""{quoted_form(f'{key}="{value}"')}; where the key takes a list, write: {quoted_form(f"{key}=[{value}]")}."""
     )
 
 
