@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from cascade_train import ConfigError, Run, RunError, compose, evaluate, generate, plan, train
 from cascade_train.commands.parts import python
 from cascade_train.config.groups import typed_keys
-from cascade_train.config.launch import BASE
+from cascade_train.config.launch import BASE, replaced
 from cascade_train.data.data_set import DataSet
 from cascade_train.distributed.process_group import process_group
 from cascade_train.engine.loop import Trainer
@@ -156,12 +156,12 @@ def test_what_is_set_in_a_configuration_counts_as_typed():
     cfg.activation_checkpointing = False
     varied = cfg.copy()
     varied.optimizer.lr = 1e-3
-    with python._hydra(python._state(varied)):
+    with replaced(HydraConfig.instance(), "cfg", python._state(varied)):
         typed = typed_keys()
     assert {"task", "memory", "train.micro_batch_size", "train.global_batch_size", "optimizer.lr"} <= typed
     assert "activation_checkpointing" not in typed, "false already"
     varied.activation_checkpointing = True
-    with python._hydra(python._state(varied)):
+    with replaced(HydraConfig.instance(), "cfg", python._state(varied)):
         assert set(HydraConfig.get().overrides.task[-2:]) == {"activation_checkpointing=true", "optimizer.lr=0.001"}
     assert python._state(cfg).hydra.overrides.task[-1].startswith("train={")
 
