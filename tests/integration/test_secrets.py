@@ -53,7 +53,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def started(directory: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     given = [*arguments, f"run.dir={directory}"]
-    monkeypatch.setattr(directory.sys, "orig_argv", [sys.executable, "-m", "cascade_train", *given])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-m", "cascade_train", *given])
     return launch(given)
 
 
