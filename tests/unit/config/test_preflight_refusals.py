@@ -37,7 +37,7 @@ REFUSED = {
     "task=reconstruction model=a_tiny objective=vqgan objective.codebook_weight=-1": r"^objective\.codebook_weight=-1",
     "data=parquet data.path=a.parquet data.width_column=w": r"^data\.width_column and data\.height_column belong",
     "data=regularised data.share=1.5": r"^data\.share=1.5 must lie between 0 and 1",
-    "task=controlnet task.control_drop_prob=2": r"^task\.control_drop_prob=2: is a share",
+    "task=controlnet task.control_drop_prob=2": r"^task\.control_drop_prob=2 must lie in",
     "task=controlnet task.filter.low=300": r"^task\.filter\.low=300",
     "task=controlnet task.blocks=[1,1]": r"^task\.blocks=\[1, 1\]: names no block, or one twice",
 }
