@@ -140,12 +140,12 @@ class OptimizerSpec:
                 chosen = {name: p for name, p in each.items() if roots[name] == root}
                 groups += [{"params": self._list(chosen), "weight_decay": decay, **rate}] if chosen else []
         name = getattr(self.made, "__name__", self.algorithm)
-        if not groups:
-            raise ConfigError("the task leaves no weight to train: none requires a gradient after its attach")
         try:
             optimizer = self.algorithm(groups, lr=self.base_lr(global_batch_size))
         except ValueError as error:
             reason = str(error).splitlines()[0].rstrip(".")
+            if "empty parameter list" in reason:
+                raise ConfigError("the task leaves no weight to train: none requires a gradient after attach") from error
             raise ConfigError(
                 f"optimizer.algorithm={name} cannot train these weights: {reason}. Remedy: {OTHER}"
             ) from error

@@ -29,9 +29,9 @@ def young(folder: Path, checkpoint: str = "{every_steps: 50}", last: str = "120"
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        ({}, "It is at step 0, and saves the next at step 50. Wait"),
-        ({"step": 50}, "It is at step 50, and saves the next at step 100. Wait"),
-        ({"step": 101}, "It is at step 101, and saves the next at step 120. Wait"),
+        ({}, "It is at step 0, and saves the next at step 50. If it"),
+        ({"step": 50}, "It is at step 50, and saves the next at step 100. If it"),
+        ({"step": 101}, "It is at step 101, and saves the next at step 120. If it"),
         ({"checkpoint": "{every_steps: null}"}, "saves the next at step 120."),
         ({"checkpoint": "{every_steps: null}", "last": "null"}, "saves one at its end."),
         ({"checkpoint": "{every_steps: 50, every_epochs: 2}"}, "saves one every 2 epochs."),

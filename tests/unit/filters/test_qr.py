@@ -55,7 +55,7 @@ def test_a_blur_keeps_the_mean_and_lowers_the_peak() -> None:
 
 @pytest.mark.parametrize("kernels", [[], [4], [-3], [1]])
 def test_widths_that_have_no_middle_are_refused(kernels: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"dilation_kernels=\[.*\]: each sample draws one of these widths, give odd"):
+    with pytest.raises(ValueError, match=r"dilation_kernels=\[.*\]: each sample draws one of these widths; give odd"):
         brightness(dilation_kernels=kernels)
 
 
