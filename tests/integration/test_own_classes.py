@@ -61,7 +61,7 @@ REFUSED = {  # key, class, what is said before anything is built
         "task",
         "class Mine(Finetune):\n    def attach(self, stage, objective, device):\n"
         "        super().attach(stage, objective, device)\n        stage.network.requires_grad_(False)",
-        "the task leaves no weight to train: none requires a gradient after attach",
+        "the task leaves no weight to train: none requires a gradient",
     ),
     "an optimizer without step": (
         "optimizer.algorithm",

@@ -145,7 +145,7 @@ class OptimizerSpec:
         except ValueError as error:
             reason = str(error).splitlines()[0].rstrip(".")
             if "empty parameter list" in reason:
-                raise ConfigError("the task leaves no weight to train: none requires a gradient after attach") from error
+                raise ConfigError("the task leaves no weight to train: none requires a gradient") from error
             raise ConfigError(
                 f"optimizer.algorithm={name} cannot train these weights: {reason}. Remedy: {OTHER}"
             ) from error
