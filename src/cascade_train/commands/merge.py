@@ -47,11 +47,14 @@ def merge(args: MergeArgs) -> int:
     from cascade_train.models.formats.weights import load_state
     from cascade_train.results.find import stored_network
 
+    out = Path(args.out)
+    for path in out.rglob("*"):
+        if path.is_file() and path.suffix not in (".json", ".safetensors"):
+            raise ConfigError(f"out={out} contains {path.relative_to(out)}, which would be lost. Give another folder.")
     network = stored_network(args.source, model=args.model, key="from", allow_any_target=args.allow_any_target)
     config = dict(network.config)
     state = load_state(network, args.source, dtype=DTYPES.get(args.dtype or ""), key="from")
     merge_all(network, state, listed(args.lora), args.strengths(), key="lora", module_filters=args.module_filters)
-    out = Path(args.out)
     format = "original" if out.suffix == ".safetensors" else "diffusers"
     print_error(out, save_network(network.family, state, config, out, format=format))
     return 0

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from cascade_train.errors import ConfigError, RunError, unwritten
+from cascade_train.errors import RunError, unwritten
 from cascade_train.files.durable import replacing
 from cascade_train.models.family import Family
 from cascade_train.models.formats.weights import open_weights
@@ -156,23 +156,9 @@ def replaced_file(path: Path) -> Iterator[Path]:
         raise RunError(f"{unwritten(path, error)}. {NO_ROOM}") from error
 
 
-def _refuse_other_files(directory: Path, new: Path) -> None:
-    """Refuse to replace a folder that contains more than tensors, JSON and what its replacement has, too."""
-    for path in directory.rglob("*"):
-        name = path.relative_to(directory)
-        if path.is_file() and path.suffix not in (".json", ".safetensors") and not (new / name).exists():
-            raise ConfigError(
-                f"{directory} cannot be replaced by a model: it contains other files, such as {name}, which would be "
-                "lost. Give another folder"
-            )
-
-
 @contextmanager
 def replaced_directory(directory: Path) -> Iterator[Path]:
-    """Yield an empty folder that takes the place of `directory` when the block succeeds; a RunError if it fails.
-
-    A ConfigError where that folder contains files of another kind.
-    """
+    """Yield an empty folder that takes the place of `directory` when the block succeeds; a RunError if it fails."""
     partial, old = (directory.with_name(f".{directory.name}.{suffix}") for suffix in ("partial", "old"))
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -180,7 +166,6 @@ def replaced_directory(directory: Path) -> Iterator[Path]:
         yield partial
         shutil.rmtree(old, ignore_errors=True)
         if directory.exists():
-            _refuse_other_files(directory, partial)
             directory.rename(old)
         partial.rename(directory)
     except (OSError, SafetensorError) as error:
