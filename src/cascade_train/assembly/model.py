@@ -160,6 +160,8 @@ def quantize_base(cfg: DictConfig, parts: Parts) -> None:
 def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
     """Give a sharded phase its optimizer, schedule and average."""
     parameters = trainable_parameters(phase)
+    if not parameters:
+        raise ConfigError(f"phase {phase.name}: the task leaves no weight to train: none requires a gradient")
     spec: OptimizerSpec = phase.optimizer or parts.optimizer
     ema = None
     if cfg.ema.decay is not None and phase.averaged:

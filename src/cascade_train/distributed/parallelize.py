@@ -60,10 +60,7 @@ def parallelize(
     if compile_units:
         compile_units_of(root, units, has_hooks=not is_whole(mesh, offload), fallback=compile_fallback)
     if is_whole(mesh, offload):
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-        )
-        move([*root.parameters(), *root.buffers()], device)
+        move([*root.parameters(), *root.buffers()], _device_of(mesh))
         group = mesh.get_group(0) if mesh.size() > 1 else None
         casts = compute_dtype != torch.float32 or any(p.dtype != compute_dtype for p in root.parameters())
         if group is not None or casts:
@@ -137,6 +134,12 @@ def move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     for tensor in tensors:
         if not tensor.is_meta and not isinstance(tensor, DTensor) and tensor.device.type != device.type:
             tensor.data = tensor.data.to(device)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    """Return the device that this rank computes on."""
+    is_cuda = mesh.device_type == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device(mesh.device_type)
 
 
 def materialise(root: nn.Module, device: torch.device) -> dict[str, tuple[torch.Tensor, int]]:

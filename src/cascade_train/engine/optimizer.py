@@ -144,8 +144,6 @@ class OptimizerSpec:
             optimizer = self.algorithm(groups, lr=self.base_lr(global_batch_size))
         except ValueError as error:
             reason = str(error).splitlines()[0].rstrip(".")
-            if "empty parameter list" in reason:
-                raise ConfigError("the task leaves no weight to train: none requires a gradient") from error
             raise ConfigError(
                 f"optimizer.algorithm={name} cannot train these weights: {reason}. Remedy: {OTHER}"
             ) from error
