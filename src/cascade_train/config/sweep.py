@@ -186,7 +186,7 @@ class SweepResults(Callback):
         return code or int(bool(self.unwritten))
 
     def _results(self, folder: Path) -> list[Result]:
-        """Return the results of this call's runs, and of earlier ones whose directories are still there."""
+        """Return the results of this call's runs, then of earlier ones whose directories are still there, by number."""
         end = time.monotonic() + SECONDS_FOR_A_SLOW_FOLDER
         while True:
             found = ended_runs(folder, call=str, number=int)
@@ -199,7 +199,8 @@ class SweepResults(Callback):
         results = [self._public(each, states) for each in [*found, *self.unwritten]] + [_lost(job) for job in lost]
         taken = {each["run_dir"] for each in results if not each["earlier"]}
         there = {each["run_dir"] for each in results if Path(each["run_dir"]).is_dir()} - taken
-        return [each for each in results if not each["earlier"] or each["run_dir"] in there]
+        kept = [each for each in results if not each["earlier"] or each["run_dir"] in there]
+        return sorted(kept, key=lambda each: (each["earlier"], each["number"], each["run_dir"]))
 
     def _public(self, result: Result, states: Mapping[int, str]) -> Result:
         """Return a result without the name of its call; with SLURM's state of a job that failed."""

@@ -290,6 +290,8 @@ def test_a_sweep_that_fails_leaves_no_older_summary(start: Start, tmp_path: Path
 
 
 def test_a_second_call_extends_a_sweep(start: Start, tmp_path: Path):
+    """Of runs that are equally good, here lr=0.1 and lr=0.2, those of this call stand first."""
+
     def train(cfg: DictConfig) -> int:
         Path(cfg.run.dir).mkdir(parents=True, exist_ok=True)
         row = {"step": cfg.train.max_steps, "loss": 0.5, "validate/loss": cfg.optimizer.lr * cfg.train.max_steps}
