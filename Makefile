@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup test recipes canary soak demo docs lint format clean
+.PHONY: help setup test recipes gpu canary soak demo docs lint format clean
 
 # The first Python >= 3.11 found; PYTHON=/path/to/python chooses another.
 ifndef PYTHON
@@ -32,6 +32,9 @@ test: setup  ## set up and run all tests that this machine can run
 
 recipes: setup  ## set up and run what `make test` leaves out: every published recipe and network at its full size
 	$(BIN)/python -m pytest --recipes $(PYTEST_ARGS)
+
+gpu: setup  ## set up and run what only a CUDA device can show; all other tests hide it and run on the CPU
+	$(BIN)/python -m pytest --gpu $(PYTEST_ARGS)
 
 canary: setup  ## run the unit tests on the newest of everything, in .canary, and say which library broke what
 	@$(BIN)/python scripts/canary.py -n $(WORKERS) $(PYTEST_ARGS)

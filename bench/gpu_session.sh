@@ -20,8 +20,8 @@ page=$out/gpu.md
     "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)" "$(date -u +%F)"
 } >"$page"
 
-timeout 240 "$python" -m pytest tests/gpu -q -p no:cacheprovider >"$out/tests.log" 2>&1
-printf 'Tests of `tests/gpu`: %s\n\n' "$(tail -n 1 "$out/tests.log")" >>"$page"
+timeout 240 "$python" -m pytest --gpu -q -p no:cacheprovider >"$out/tests.log" 2>&1
+printf '`make gpu`: %s\n\n' "$(tail -n 1 "$out/tests.log")" >>"$page"
 
 head=written_once
 measure() {  # the options of bench/train.py, --, the overrides

@@ -60,22 +60,34 @@ _keep_files_in_memory()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let `make recipes` ask for what `make test` leaves out."""
+    """Let `make recipes` and `make gpu` ask for what `make test` leaves out."""
     parser.addoption("--recipes", action="store_true", help="run the tests that are marked recipes, and no others")
+    parser.addoption("--gpu", action="store_true", help="run the tests that are marked gpu, and no others")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from tests that are not marked gpu: their numbers are those of a CPU, which ranks share."""
+    if not config.getoption("--gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("--gpu: torch sees no CUDA device")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what was not asked for, skip what this machine cannot run, and give slow tests their time."""
     asked = {True: [], False: []}
+    kinds = ("recipes", "gpu")
     for item in items:
-        asked[(item.get_closest_marker("recipes") is not None) == config.getoption("--recipes")].append(item)
+        is_asked = all((item.get_closest_marker(kind) is not None) == config.getoption(f"--{kind}") for kind in kinds)
+        asked[is_asked].append(item)
     config.hook.pytest_deselected(items=asked[False])
     items[:] = asked[True]
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(SECONDS_OF_SLOW_TESTS))
-        if item.get_closest_marker("gpu") and not has_gpu():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("slurm") and shutil.which("sbatch") is None:
             item.add_marker(pytest.mark.skip(reason="needs SLURM (no sbatch on the PATH)"))
 
@@ -100,13 +112,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_unconfigure() -> None:
     """Let Python free all that it ends with."""
     gc.unfreeze()
-
-
-def has_gpu() -> bool:
-    """Return whether torch sees a CUDA device; imports torch, so only tests that ask pay for it."""
-    import torch
-
-    return torch.cuda.is_available()
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """What only a CUDA device can show: bf16 steps, no hidden waiting, exact resume, compiled units, Triton kernels.
 
-Each run is small; run them with `make test PYTEST_ARGS="tests/gpu"` on a machine with a GPU.
+Each run is small. Its start rehearses a step on the meta device, to know the memory it needs; that one is not looked at.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ def note_kinds(monkeypatch: pytest.MonkeyPatch, kinds: dict[str, set[str]]) -> N
 
     def looking(self: BoundPhase, *arguments: object) -> float:
         lr = update(self, *arguments)  # type: ignore[arg-type]
+        if any(each.is_meta for each in self.parameters.values()):
+            return lr
         moments = [v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
         averages = [] if self.ema is None else list(self.ema.state_dict().values())
         for kind, tensors in (("weights", self.parameters.values()), ("moments", moments), ("averages", averages)):
@@ -62,6 +64,7 @@ def test_offloaded_shards_lie_on_the_host_and_train_as_on_the_device(tmp_path, m
         assert on_device == pytest.approx(offloaded, rel=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("task", ["finetune", "lora"])
 def test_a_step_between_logs_never_waits_for_the_device(tmp_path, monkeypatch, trained, task):
     from cascade_train.engine.loop import Trainer
@@ -102,6 +105,8 @@ def test_a_loss_that_is_not_finite_is_withheld_and_named_at_the_next_flush(tmp_p
 
     def poisoned(self: TextToImage, prepared: object) -> object:
         output = loss(self, prepared)  # type: ignore[arg-type]
+        if output.loss_B.is_meta:
+            return output
         calls.append(1)
         if len(calls) == 2:
             output.loss_B.data[0] = float("nan")

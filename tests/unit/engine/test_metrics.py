@@ -165,6 +165,7 @@ def test_a_file_that_cannot_be_written_is_a_run_error(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_recording_does_not_wait_for_the_device(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl", is_main=True)
     loss = torch.tensor(1.5, device="cuda")
