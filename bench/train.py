@@ -4,11 +4,13 @@
     python bench/train.py --peer ../StableCascade -- task=finetune model=c_tiny
 
 What follows `--` are the overrides of the run. The data of a few steps is drawn before and repeats; the first steps are
-not measured. `--peer` names a checkout of the original (github.com/Stability-AI/StableCascade): its network of Stage B
-or C gets the run's weights and inputs, must predict the same, and then takes turns with the run: its forward, backward,
-clip, AdamW and average beside `Trainer.train_step` with the encoders' results remembered. Only a whole network in
-training has a peer. FLOPs are counted in a forward pass of the network, and three times that is a step (two for a
-frozen network, one more with gradient checkpointing): encoders are not counted.
+not measured. Beside the measured peak stands its ratio to the one that the run computed as it started.
+
+`--peer` names a checkout of the original (github.com/Stability-AI/StableCascade): its network of Stage B or C gets the
+run's weights and inputs, must predict the same, and then takes turns with the run: its forward, backward, clip, AdamW
+and average beside `Trainer.train_step` with the encoders' results remembered. Only a whole network in training has a
+peer. FLOPs are counted in a forward pass of the network, and three times that is a step (two for a frozen network, one
+more with gradient checkpointing): encoders are not counted.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `bench` is a package of this checkout
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -42,6 +45,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.soak import commit
 from bench.step import remembering
 from cascade_train.__main__ import launch
+from cascade_train.assembly.planning import fitting
+from cascade_train.assembly.planning.devices import CONTEXT_BYTES, Budget
 from cascade_train.batch import Batch
 from cascade_train.engine.loop import Trainer
 from cascade_train.models.cascade.formats.names import original_state
@@ -153,13 +158,12 @@ def measure(trainer: Trainer, warmup: int, steps: int, rounds: int, peer: Path |
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not seen and torch.is_grad_enabled():
-            seen.update(arguments=(args, kwargs), is_bf16=torch.is_autocast_enabled(device.type))
+            seen.update(arguments=(args, kwargs), is_bf16=is_bf16((*args, *kwargs.values())))
 
     hook = network.register_forward_pre_hook(keep, with_kwargs=True)
     first = timed(lambda: trainer.train_step(next(drawn)), 1, device)["wall_s"]
     hook.remove()
-    seen["is_bf16"] = seen["is_bf16"] or any(each.dtype == torch.bfloat16 for each in network.state_dict().values())
-    found: dict[str, Any] = {"first_step_s": first, **flops(network, seen["arguments"], trainer)}
+    found: dict[str, Any] = {"first_step_s": first}
     timed(lambda: trainer.train_step(next(drawn)), warmup, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -175,7 +179,12 @@ def measure(trainer: Trainer, warmup: int, steps: int, rounds: int, peer: Path |
         for _ in range(rounds):
             found["loop"].append(timed(lambda: trainer.train_step(next(drawn)), steps, device))
             found["peer"].append(timed(original.step, steps, device))
-    return found
+    return found | flops(network, seen["arguments"], trainer)  # last: torch 2.11 compiles nothing after a mode like it
+
+
+def is_bf16(inputs: Sequence[object]) -> bool:
+    """Return whether a network computes in bf16, by what it is called with."""
+    return any(isinstance(each, Tensor) and each.dtype == torch.bfloat16 for each in inputs)
 
 
 def timed(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
@@ -224,6 +233,7 @@ def table(overrides: Sequence[str], found: dict[str, Any], tflops: float | None)
     def median(rows: str, name: str) -> float:
         return statistics.median(row[name] for row in found[rows])
 
+    computed = found.get("computed_bytes")
     wall, images, clock = median("step", "wall_s"), found["images"], "cpu_s" if tflops is None else "wall_s"
     mfu = "" if tflops is None else f"{images * found['step_tflop'] / wall / tflops:.1%}"
     pairs = zip(found.get("loop", ()), found.get("peer", ()), strict=True)
@@ -237,6 +247,7 @@ def table(overrides: Sequence[str], found: dict[str, Any], tflops: float | None)
         "host, ms": f"{median('step', 'host_s') * 1e3:.0f}",
         "launches": f"{found['launches'] or ''}",
         "peak, GiB": f"{found['peak_gib']:.1f}",
+        "peak / computed": f"{found['peak_gib'] * 2**30 / computed:.3f}" if computed else "",
         "first step, s": f"{found['first_step_s']:.1f}",
         "original / ours": compared,
     }
@@ -254,6 +265,15 @@ def main() -> int:
     parser.add_argument("overrides", nargs="+")
     args = parser.parse_args()
     found: dict[str, Any] = {}
+    choose = fitting.choose
+
+    def noted(cfg: DictConfig, budget: Budget) -> fitting.Choice:
+        choice = choose(cfg, budget)
+        if budget.on_cuda:
+            found["computed_bytes"] = choice.bytes - CONTEXT_BYTES  # which torch's allocator does not count
+        return choice
+
+    fitting.choose = noted
 
     def instead(trainer: Trainer) -> None:
         found.update(
@@ -264,7 +284,7 @@ def main() -> int:
     Trainer.run = instead  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         code = launch([*QUIET, f"run.dir={folder}/run", "train.max_steps=1000000", *args.overrides])
-    if not found:
+    if "step" not in found:
         return code
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     peak = next((value for part, value in DENSE_BF16_TFLOPS.items() if part in name), None)
