@@ -107,6 +107,7 @@ def readers(commands: dict[str, Any]) -> dict[str, Reader]:
         "checkpoints verify": (run, "checkpoints verify c_finetune"),
         "checkpoints prune": (run, "checkpoints prune c_finetune keep_last=1"),
         "checkpoints promote": (run, "checkpoints promote c_finetune step_4 name=good"),
+        "compare": (run, "compare c_finetune c_finetune"),
         "report": (run, "report c_finetune out=page.html"),
         "report of a sweep": (sweep, "report multirun/rates out=page.html"),
         "export": (run, "export from=c_finetune out=again"),

@@ -32,30 +32,30 @@ SCALE = PAGE.with_name("scale.md")
 FIRST, LAST = "<!-- tiers: computed -->", "<!-- end -->"
 FIRST_LEAST = "<!-- least: computed -->"
 LEAST = (
-    ("LoRA, C 3.6B", "model=c_3b task=lora"),
+    ("`c_3b`, LoRA", "model=c_3b task=lora"),
     ("the same on a base in 8 bits", "model=c_3b task=lora train.base_weights=int8"),
-    ("LoRA, C 1B", "model=c_1b task=lora"),
-    ("ControlNet, C 3.6B", "model=c_3b task=controlnet"),
+    ("`c_1b`, LoRA", "model=c_1b task=lora"),
+    ("`c_3b`, ControlNet", "model=c_3b task=controlnet"),
     ("the same beside a base in 8 bits", "model=c_3b task=controlnet train.base_weights=int8"),
-    ("Fine-tune C 3.6B, weights in bf16", "model=c_3b task=finetune train.master_weights=bf16 optimizer=adamw_8bit"),
+    ("`c_3b`, all weights, weights in bf16", "model=c_3b task=finetune train.master_weights=bf16 optimizer=adamw_8bit"),
     ("the same by Adafactor", "model=c_3b task=finetune train.master_weights=bf16 optimizer=adafactor"),
-    ("Fine-tune C 3.6B, offloaded", "model=c_3b task=finetune parallel.cpu_offload=true"),
-    ("Fine-tune C 1B, weights in bf16", "model=c_1b task=finetune train.master_weights=bf16 optimizer=adamw_8bit"),
+    ("`c_3b`, all weights, offloaded", "model=c_3b task=finetune parallel.cpu_offload=true"),
+    ("`c_1b`, all weights, weights in bf16", "model=c_1b task=finetune train.master_weights=bf16 optimizer=adamw_8bit"),
     ("the same by Adafactor", "model=c_1b task=finetune train.master_weights=bf16 optimizer=adafactor"),
-    ("Fine-tune C 1B, offloaded", "model=c_1b task=finetune parallel.cpu_offload=true"),
+    ("`c_1b`, all weights, offloaded", "model=c_1b task=finetune parallel.cpu_offload=true"),
 )
 """Trainings that need little, and their overrides."""
 
 FIRST_OVERVIEW, FIRST_SPLIT = "<!-- overview: computed -->", "<!-- split: computed -->"
 OVERVIEW = (
-    ("LoRA, C 3.6B", "model=c_3b task=lora"),
-    ("LoRA, C 1B", "model=c_1b task=lora"),
-    ("ControlNet, C 3.6B", "model=c_3b task=controlnet"),
-    ("Fine-tune C 3.6B", "model=c_3b task=finetune"),
-    ("Fine-tune C 1B", "model=c_1b task=finetune"),
-    ("Fine-tune B 1.6B", "model=b_3b task=reconstruction"),
-    ("LoRA, SDXL", "model=sdxl task=lora"),
-    ("Fine-tune SDXL", "model=sdxl task=finetune"),
+    ("`c_3b`, LoRA", "model=c_3b task=lora"),
+    ("`c_1b`, LoRA", "model=c_1b task=lora"),
+    ("`c_3b`, ControlNet", "model=c_3b task=controlnet"),
+    ("`c_3b`, all weights", "model=c_3b task=finetune"),
+    ("`c_1b`, all weights", "model=c_1b task=finetune"),
+    ("`b_3b`, all weights", "model=b_3b task=reconstruction"),
+    ("`sdxl`, LoRA", "model=sdxl task=lora"),
+    ("`sdxl`, all weights", "model=sdxl task=finetune"),
 )
 """Trainings of the README and of docs/scale.md, and their overrides."""
 

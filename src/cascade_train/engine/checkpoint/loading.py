@@ -11,6 +11,7 @@ import dataclasses
 import io
 import pickle
 import shutil
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -180,6 +181,19 @@ def load_files(path: Path, manifest: Manifest, state: dict[str, Any], *, optimiz
         if isinstance(first, ConfigError | RunError):
             raise type(first)(str(first)) from error
         raise RunError(f"the checkpoint {path} could not be loaded: {first!r}") from error
+
+
+def load_entry(path: Path, table: Metadata, key: str) -> Any:
+    """Return one entry of a checkpoint, a tensor or a plain value, whatever ranks have saved it."""
+    entry = table.state_dict_metadata[key]
+    state: dict[str, Any] = {key: None}
+    if isinstance(entry, TensorStorageMetadata):
+        state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    planner = _ExactLoadPlanner(path, frozenset(table.state_dict_metadata) - {key})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
+        state_dict_loader.load(state, storage_reader=_TableReader(path, table), planner=planner, no_dist=True)
+    return state[key]
 
 
 def _describe(entry: object) -> str:

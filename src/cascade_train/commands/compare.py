@@ -1,0 +1,173 @@
+"""Show where two runs differ: settings, versions, numbers, data and the tensors of a checkpoint.
+
+cascade-train compare runs/x runs/y
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from cascade_train.commands.parts.command_line import Command
+from cascade_train.config.saved import CONFIG_NAME
+from cascade_train.engine.checkpoint.folder import CheckpointFolder, Manifest, find_fault
+from cascade_train.engine.run.config_difference import describe, find_differences, flatten
+from cascade_train.errors import ConfigError, RunError
+from cascade_train.files.untrusted import load_mapping, read_mapping, read_rows
+
+OWN = ("run.name", "run.dir")
+"""Settings in which any two runs differ."""
+PASSING = ("time", "command_line")
+"""Facts of a start in which any two differ."""
+CLOCKED = ("images_per_second", "data_wait_share")
+"""Metrics that are read off a clock."""
+MOST_SHOWN = 10
+"""Differing tensors that are listed."""
+
+
+@dataclass(kw_only=True)
+class CompareArgs:
+    """Show where two runs differ; ends with 1 where their numbers, data or checkpoints do, else with 0.
+
+    Numbers are compared at the steps that both have, tensors in the first checkpoint of both from the first differing
+    step on, else in their newest.
+    """
+
+    source: str
+    """The first run."""
+    other: str
+    """The second run."""
+
+
+def compare(args: CompareArgs) -> int:
+    """Print each part; return 1 where numbers, data or checkpoints differ, else 0."""
+    one, other = (_run(key, folder) for key, folder in (("from", args.source), ("other", args.other)))
+    settings = find_differences(*(load_mapping(folder / CONFIG_NAME) for folder in (one, other)))
+    settings = [each for each in settings if each.key not in OWN]
+    _show("Settings", describe(settings))
+    starts = (flatten(read_mapping(folder / "environment.json")) for folder in (one, other))
+    _show("Versions and devices", describe([each for each in find_differences(*starts) if each.key not in PASSING]))
+    step, numbers = differing_step(one, other)
+    _show("Numbers", *numbers)
+    checkpoints, manifests = common_checkpoint(one, other, step)
+    if manifests is None:
+        _show("Checkpoints", "  no step has one in both", differing="not compared")
+        return int(step is not None)
+    where = f"at step {manifests[0].step}"
+    data = "\n".join(f"  {line}" for line in data_differences(*manifests))
+    _show("Data", data, f"equal {where}", f"differ {where}")
+    tensors = list(islice(tensor_differences(checkpoints, manifests), MOST_SHOWN + 1))
+    more = "\n  …" * (len(tensors) > MOST_SHOWN)
+    shown = "\n".join(f"  {line}" for line in tensors[:MOST_SHOWN]) + more
+    _show("Checkpoints", shown, f"equal {where}", f"differ {where}")
+    return int(step is not None or bool(data) or bool(tensors))
+
+
+def differing_step(one: Path, other: Path) -> tuple[int | None, tuple[str, str]]:
+    """Return the first step of both whose metrics differ, None where there is none; and what is shown of it."""
+    rows = [_metrics(folder) for folder in (one, other)]
+    both = sorted(rows[0].keys() & rows[1].keys())
+    for step in both:
+        if found := find_differences(*(each[step] for each in rows)):
+            lines = [f"  {each.key}: {each.old} and {each.new}{_relative(each.old, each.new)}" for each in found]
+            return step, ("\n".join([f"  first at step {step}, of {len(both)} that both have", *lines]), "")
+    length = ", ".join(f"{max(each, default=0)} of {folder}" for each, folder in zip(rows, (one, other), strict=True))
+    return None, ("", f"equal in the {len(both)} steps that both have (the last is {length})")
+
+
+def _metrics(folder: Path) -> dict[int, dict[str, Any]]:
+    rows = (row for row in read_rows(folder / "metrics.jsonl", step=int) if "step" in row)
+    return {row["step"]: {key: value for key, value in row.items() if key not in CLOCKED} for row in rows}
+
+
+def common_checkpoint(
+    one: Path, other: Path, step: int | None
+) -> tuple[tuple[Path, Path], tuple[Manifest, Manifest] | None]:
+    """Return the two checkpoints to compare and their manifests; None where no step has a complete one in both."""
+    folders = [CheckpointFolder(each / "checkpoints") for each in (one, other)]
+    complete = [folder.complete() for folder in folders]
+    both = sorted(complete[0].keys() & complete[1].keys())
+    if not both:
+        return (one, other), None
+    chosen = next((each for each in both if step is not None and each >= step), both[-1])
+    first, second = (folder.path(chosen) for folder in folders)
+    return (first, second), (complete[0][chosen], complete[1][chosen])
+
+
+def data_differences(one: Manifest, other: Manifest) -> Iterator[str]:
+    """Yield in what the position in the data, or the data, differs."""
+    first, second = (flatten(each.facts.get("data", {})) for each in (one, other))
+    for each in find_differences(_split(first), _split(second)):
+        what = "other samples or captions" if each.key == "content" else f"{each.old} and {each.new}"
+        yield f"{each.key}: {what}"
+
+
+def tensor_differences(paths: tuple[Path, Path], manifests: tuple[Manifest, Manifest]) -> Iterator[str]:
+    """Yield how each entry of two checkpoints differs, the optimizers' last; equal files are not read."""
+    if manifests[0].files == manifests[1].files:
+        return
+    from cascade_train.engine.checkpoint.loading import load_entry, optimizer_keys, read_table  # heavy: torch
+
+    for path in paths:
+        if fault := find_fault(path):
+            raise RunError(f"{path} cannot be compared, because it is damaged: {fault}")
+    tables = [read_table(path, manifest) for path, manifest in zip(paths, manifests, strict=True)]
+    last = optimizer_keys(tables[0]) | optimizer_keys(tables[1])
+    keys = dict.fromkeys([*tables[0].state_dict_metadata, *tables[1].state_dict_metadata])
+    for key in sorted(keys, key=last.__contains__):
+        missing = [path for path, table in zip(paths, tables, strict=True) if key not in table.state_dict_metadata]
+        if missing:
+            yield f"{key}: not in {missing[0]}"
+            continue
+        line = _difference(*(load_entry(path, table, key) for path, table in zip(paths, tables, strict=True)))
+        if line is not None:
+            yield f"{key}: {line}"
+
+
+def _difference(one: Any, other: Any) -> str | None:
+    """Return how two entries of a checkpoint differ; None = not."""
+    from torch import Tensor, equal  # heavy
+
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return None if type(one) is type(other) and one == other else f"{one} and {other}"
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
+    if equal(one, other):
+        return None
+    off = (one != other) & ~((one != one) & (other != other))  # NaN beside NaN is equal
+    if not off.any():
+        return None
+    norm = float(one.double().norm())
+    apart = float((one.double() - other.double()).norm())
+    relative = f", {apart / norm:.1e} of its norm" if norm > 0 and math.isfinite(apart) else ""
+    return f"{int(off.sum()):,} of {one.numel():,} values{relative}"
+
+
+def _run(key: str, folder: str) -> Path:
+    path = Path(folder)
+    if not (path / CONFIG_NAME).is_file():
+        raise ConfigError(f"{key}={folder}: is no run; it has no {CONFIG_NAME}. Name the folder of a run.")
+    return path
+
+
+def _split(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts of the data, those of its identity one by one."""
+    identity = dict(word.partition("=")[::2] for word in str(data.get("identity", "")).split())
+    return {key: value for key, value in data.items() if key != "identity"} | identity
+
+
+def _relative(one: Any, other: Any) -> str:
+    numbers = isinstance(one, int | float) and isinstance(other, int | float) and one
+    return f" ({abs(other / one - 1):.1e} of it)" if numbers else ""
+
+
+def _show(part: str, differences: str, equal: str = "equal", differing: str = "differ") -> None:
+    sys.stdout.write(f"{part}: {differing}\n{differences}\n" if differences else f"{part}: {equal}\n")
+
+
+COMMAND = Command(arguments=CompareArgs, run=compare, usage="RUN OTHER", words=("from", "other"))
