@@ -23,6 +23,7 @@ RENAMED = {
         )
     },
     "cascade_train.engine.lr_schedule.CosineSchedule": "cascade_train.engine.lr_schedule.CosineDecaySchedule",
+    "torch.optim.Adafactor": "cascade_train.engine.algorithms.adafactor.Adafactor",
     f"{_DATA}.regularised.Regularised": f"{_DATA}.mixture.Regularised",
     f"{_FILTERS}.onnx_network.OnnxFilter": f"{_FILTERS}.network.OnnxFilter",
     f"{_FILTERS}.torch_network": f"{_FILTERS}.network",

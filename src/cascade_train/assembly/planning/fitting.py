@@ -237,7 +237,7 @@ def rounding_savings(cfg: DictConfig) -> Iterator[Values]:
 def offloading(cfg: DictConfig, budget: Budget) -> Iterator[Values]:
     """Yield weights and optimizer on the host, unless the algorithm refuses that."""
     target = (cfg.optimizer.get("algorithm") or {}).get("_target_")
-    needs_whole = target == "torch.optim.Adafactor" or bool(target and class_constant(target, "needs_whole"))
+    needs_whole = bool(target and class_constant(target, "needs_whole"))
     if budget.on_cuda and not needs_whole and not cfg.parallel.cpu_offload:
         yield {"parallel.cpu_offload": True}
 

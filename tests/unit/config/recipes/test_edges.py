@@ -28,6 +28,7 @@ MIND = yaml.safe_load(MINDONE)
 EPS, BETAS = "optimizer.algorithm.eps", "optimizer.algorithm.betas"
 VELOCITY = {"noise_scheduler_training": {"params": {"prediction_type": "v_prediction"}}}
 TARGET = "cascade_train.diffusion.target.VTarget"
+ADAFACTOR = "cascade_train.engine.algorithms.adafactor.Adafactor"
 
 
 def algorithm(name: str, **more: Any) -> dict[str, Any]:
@@ -38,9 +39,9 @@ CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("onetrainer", algorithm("ADAFACTOR", scale_parameter=False, eps=1e-30), "it is Adafactor's, and optimizer=adamw",
      {"optimizer.algorithm._target_": "torch.optim.AdamW", EPS: 1e-8}),
     ("onetrainer", algorithm("ADAFACTOR", scale_parameter=True, eps=1e-30), "torch's Adafactor adds it elsewhere",
-     {"optimizer.algorithm._target_": "torch.optim.Adafactor"}),
+     {"optimizer.algorithm._target_": ADAFACTOR}),
     ("kohya", OWN | {"optimizer_type": "adafactor", "optimizer_args": ["relative_step=False", "eps=(1e-30,1e-3)"]},
-     "torch's Adafactor adds it elsewhere", {"optimizer.algorithm._target_": "torch.optim.Adafactor"}),
+     "torch's Adafactor adds it elsewhere", {"optimizer.algorithm._target_": ADAFACTOR}),
     ("open_diffusion", OPEN | {"model": OPEN["model"] | WIDE | VELOCITY}, "objective=ddpm_v",
      {"objective.target._target_": TARGET}),
     ("kohya", ADAPTERS | {"train_data_dir": "a" * 5000}, "folders of train_data_dir: those named as 10_cats are not",

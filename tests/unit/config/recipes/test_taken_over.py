@@ -243,7 +243,7 @@ def test_model_and_task_are_asked_for_where_they_are_not_certain(
         ("onetrainer", OT | {"optimizer": {"optimizer": "ADAFACTOR", "scale_parameter": False}},
          {"optimizer.algorithm._target_": "torch.optim.AdamW"}),
         ("kohya", OWN | {"optimizer_type": "adafactor", "optimizer_args": ["relative_step=False"]},
-         {"optimizer.algorithm._target_": "torch.optim.Adafactor"}),
+         {"optimizer.algorithm._target_": "cascade_train.engine.algorithms.adafactor.Adafactor"}),
         ("simpletuner", ST | {"use_ema": False}, {"ema.decay": None}),
         ("open_diffusion", resolved(SEEDS["open_diffusion/template"]["file"]),
          {"ema.decay": None, "task.cond_drop_prob": 0.0, "train.max_grad_norm": None, "optimizer.decay": "all"}),
