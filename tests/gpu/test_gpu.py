@@ -1,6 +1,7 @@
 """What only a CUDA device can show: bf16 steps, no hidden waiting, exact resume, compiled units, Triton kernels.
 
-Each run is small. Its start rehearses a step on the meta device, to know what memory it needs: none of that is looked at.
+Each run is small. Its start rehearses a step on the meta device, to know what memory it needs: none of that is looked
+at.
 """
 
 from __future__ import annotations
