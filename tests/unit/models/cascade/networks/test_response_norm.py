@@ -14,10 +14,10 @@ import pytest
 import torch
 from diffusers.models.unets.unet_stable_cascade import GlobalResponseNorm, SDCascadeResBlock
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cascade_train.models.cascade.networks import response_norm as module
 from cascade_train.models.cascade.networks.response_norm import FusedChannelwise, response_norm, set_kernels
+from tests.unit.launches import Launches
 from tests.unit.models.stages import filled_network, network_inputs
 
 CHANNELS = 24
@@ -189,23 +189,6 @@ def test_the_kernels_compute_what_torch_computes() -> None:
     assert found.returncode == 0, found.stderr
 
 
-class Launches(TorchDispatchMode):
-    """Lists what a GPU would be given: aten operators that are no view and no allocation, of the operator's parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        space, name = func._schema.name.split("::")
-        if space == "cascade_train":
-            with self:
-                return {"response_norm": module._forward, "response_norm_backward": module._backward}[name](*args)
-        if not func.is_view and name not in ("detach", "empty", "empty_like", "new_empty"):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.0, 0.3])
@@ -213,7 +196,7 @@ def test_the_kernels_launch_four_times_each_way(monkeypatch, p: float, dtype: to
     from cascade_train.models.cascade.networks import response_norm_triton as kernels
 
     *arguments, grad = inputs(dtype)
-    launches = Launches()
+    launches = Launches(response_norm=module._forward, response_norm_backward=module._backward)
     monkeypatch.setattr(kernels, "_run", lambda kernel, *_, **__: launches.names.append(kernel.__name__))
     monkeypatch.setattr(module, "_kernels", lambda _: kernels)
     with launches:
