@@ -109,7 +109,7 @@ def _forward(h_BHWK: Tensor, gamma_K: Tensor, beta_K: Tensor, p: float) -> tuple
     kept = torch.empty_like(h_BHWK, dtype=torch.bool).bernoulli_(1 - p) if p > 0 else None
     if kernels := _kernels(h_BHWK):
         out_BHWK = torch.empty_like(h_BHWK)
-        return out_BHWK, kernels.forward(h_BHWK, gamma_K, beta_K, kept, _bits(out_BHWK), p)
+        return out_BHWK, kernels.forward(h_BHWK, gamma_K, beta_K, kept, _bits(out_BHWK), p, EPSILON)
     g_BHWK = nn.functional.gelu(h_BHWK)
     out_BHWK = g_BHWK * g_BHWK  # sums over space are several times faster than a vector norm
     precise = torch.promote_types(h_BHWK.dtype, torch.float32)
@@ -125,7 +125,7 @@ def _backward(
     """Return the gradients of h, gamma and beta."""
     bits = None if out_BHWK is None else _bits(out_BHWK)
     if kernels := _kernels(h_BHWK):
-        return kernels.backward(grad_BHWK, h_BHWK, bits, gamma_K, norm_BK, p)
+        return kernels.backward(grad_BHWK, h_BHWK, bits, gamma_K, norm_BK, p, EPSILON)
     if bits is not None:
         grad_BHWK = grad_BHWK * (bits != torch.iinfo(bits.dtype).min)
     g_BHWK = nn.functional.gelu(h_BHWK)

@@ -18,20 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cascade_train.models.cascade.networks.response_norm import EPSILON
-
 ROWS, COLUMNS = 64, 64
 CHUNK = 2048
 """Channels that the program of a sample reads at once."""
 
 
 def forward(
-    h_BHWK: Tensor, gamma_K: Tensor, beta_K: Tensor, kept_BHWK: Tensor | None, bits: Tensor, p: float
+    h_BHWK: Tensor, gamma_K: Tensor, beta_K: Tensor, kept_BHWK: Tensor | None, bits: Tensor, p: float, epsilon: float
 ) -> Tensor:
     """Write the bits of the output, of -0.0 where `kept`, a bool tensor, is false; return norms (B, 1, 1, K) fp32."""
     (norm_BK,) = _sums(_square_sums, h_BHWK, 1)
     mean_B = norm_BK.new_empty(len(h_BHWK))
-    _run(_norms, (len(h_BHWK),), norm_BK, mean_B, h_BHWK.shape[-1], EPSILON=EPSILON, CHUNK=CHUNK)
+    _run(_norms, (len(h_BHWK),), norm_BK, mean_B, h_BHWK.shape[-1], EPSILON=epsilon, CHUNK=CHUNK)
     kept = h_BHWK if kept_BHWK is None else kept_BHWK
     flags = {"DROPS": kept_BHWK is not None, "LOWEST": torch.iinfo(bits.dtype).min}
     _pass(_apply, h_BHWK, gamma_K, beta_K, norm_BK, mean_B, kept, bits, 1 - p, **flags)
@@ -39,14 +37,14 @@ def forward(
 
 
 def backward(
-    grad_BHWK: Tensor, h_BHWK: Tensor, bits: Tensor | None, gamma_K: Tensor, norm_BK: Tensor, p: float
+    grad_BHWK: Tensor, h_BHWK: Tensor, bits: Tensor | None, gamma_K: Tensor, norm_BK: Tensor, p: float, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of h, gamma and beta."""
     marks = h_BHWK if bits is None else bits
     flags = {"DROPS": bits is not None, "LOWEST": 0 if bits is None else torch.iinfo(bits.dtype).min}
     sums = _sums(_gradient_sums, h_BHWK, 2, grad_BHWK, marks, **flags)
     means = norm_BK.new_empty(2, len(h_BHWK))
-    scalars = {"EPSILON": EPSILON, "CHUNK": CHUNK}
+    scalars = {"EPSILON": epsilon, "CHUNK": CHUNK}
     _run(_slopes, (len(h_BHWK),), norm_BK, sums, gamma_K, means, 1 - p, h_BHWK.shape[-1], **scalars)
     gradients = torch.empty_like(h_BHWK), torch.empty_like(gamma_K), torch.empty_like(gamma_K)
     _pass(_apply_backward, h_BHWK, grad_BHWK, marks, gamma_K, norm_BK, sums, means, *gradients, 1 - p, **flags)
