@@ -106,18 +106,17 @@ def _relative(norm_BK: Tensor) -> Tensor:
 
 def _forward(h_BHWK: Tensor, gamma_K: Tensor, beta_K: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """Return the output, and the norms (B, 1, 1, K), fp32 at least."""
-    dropped = torch.empty_like(h_BHWK, dtype=torch.bool).bernoulli_(1 - p).logical_not_() if p > 0 else None
+    kept = torch.empty_like(h_BHWK, dtype=torch.bool).bernoulli_(1 - p) if p > 0 else None
     if kernels := _kernels(h_BHWK):
-        norm_BK, out_BHWK = kernels.square_sums(h_BHWK).sqrt_(), torch.empty_like(h_BHWK)
-        kernels.apply(h_BHWK, factors(gamma_K, norm_BK, p), beta_K / (1 - p), dropped, _bits(out_BHWK))
-        return out_BHWK, norm_BK
+        out_BHWK = torch.empty_like(h_BHWK)
+        return out_BHWK, kernels.forward(h_BHWK, gamma_K, beta_K, kept, _bits(out_BHWK), p, EPSILON)
     g_BHWK = nn.functional.gelu(h_BHWK)
     out_BHWK = g_BHWK * g_BHWK  # sums over space are several times faster than a vector norm
     precise = torch.promote_types(h_BHWK.dtype, torch.float32)
     norm_BK = out_BHWK.sum(_SPACE, keepdim=True, dtype=precise).sqrt_()
     shift_K = beta_K / (1 - p) + 0.0  # -0.0 becomes 0.0, since -0.0 in the output marks what dropout zeroed
     torch.addcmul(shift_K, g_BHWK, factors(gamma_K, norm_BK, p).to(h_BHWK.dtype), out=out_BHWK)
-    return out_BHWK if dropped is None else out_BHWK.masked_fill_(dropped, -0.0), norm_BK
+    return out_BHWK if kept is None else out_BHWK.masked_fill_(kept.logical_not_(), -0.0), norm_BK
 
 
 def _backward(
@@ -126,21 +125,17 @@ def _backward(
     """Return the gradients of h, gamma and beta."""
     bits = None if out_BHWK is None else _bits(out_BHWK)
     if kernels := _kernels(h_BHWK):
-        sum_BK, total_BK = kernels.gradient_sums(grad_BHWK, h_BHWK, bits)
-    else:
-        if bits is not None:
-            grad_BHWK = grad_BHWK * (bits != torch.iinfo(bits.dtype).min)
-        g_BHWK = nn.functional.gelu(h_BHWK)
-        product_BHWK = grad_BHWK * g_BHWK
-        sum_BK, total_BK = (x.sum(_SPACE, keepdim=True, dtype=norm_BK.dtype) for x in (product_BHWK, grad_BHWK))
-    sum_BK, total_BK = sum_BK / (1 - p), total_BK / (1 - p)
+        return kernels.backward(grad_BHWK, h_BHWK, bits, gamma_K, norm_BK, p, EPSILON)
+    if bits is not None:
+        grad_BHWK = grad_BHWK * (bits != torch.iinfo(bits.dtype).min)
+    g_BHWK = nn.functional.gelu(h_BHWK)
+    product_BHWK = grad_BHWK * g_BHWK
+    sums = (x.sum(_SPACE, keepdim=True, dtype=norm_BK.dtype) for x in (product_BHWK, grad_BHWK))
+    sum_BK, total_BK = (x / (1 - p) for x in sums)
     straight_BK, through_BK = factors(gamma_K, norm_BK, p), norm_gradient(sum_BK, gamma_K, norm_BK)
-    if kernels:
-        grad_h_BHWK = kernels.apply_backward(grad_BHWK, h_BHWK, bits, straight_BK, through_BK)
-    else:
-        torch.mul(grad_BHWK, straight_BK.to(h_BHWK.dtype), out=product_BHWK)
-        product_BHWK.addcmul_(g_BHWK, through_BK.to(h_BHWK.dtype))
-        grad_h_BHWK = torch.ops.aten.gelu_backward(product_BHWK, h_BHWK)
+    torch.mul(grad_BHWK, straight_BK.to(h_BHWK.dtype), out=product_BHWK)
+    product_BHWK.addcmul_(g_BHWK, through_BK.to(h_BHWK.dtype))
+    grad_h_BHWK = torch.ops.aten.gelu_backward(product_BHWK, h_BHWK)
     grad_gamma_K = (_relative(norm_BK) * sum_BK).sum(0, keepdim=True)
     return grad_h_BHWK, grad_gamma_K.to(gamma_K.dtype), total_BK.sum(0, keepdim=True).to(gamma_K.dtype)
 

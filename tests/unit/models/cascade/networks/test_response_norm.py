@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from cascade_train.models.cascade.networks import response_norm as module
 from cascade_train.models.cascade.networks.response_norm import FusedChannelwise, response_norm, set_kernels
+from tests.unit.launches import Launches
 from tests.unit.models.stages import filled_network, network_inputs
 
 CHANNELS = 24
@@ -38,9 +41,16 @@ def one_by_one(h: Tensor, gamma: Tensor, beta: Tensor, p: float) -> Tensor:
     return nn.functional.dropout(norm(nn.functional.gelu(h)), p)
 
 
-def measured(function: Callable[..., Tensor], dtype: torch.dtype, p: float) -> list[Tensor]:
-    """Output and gradients, in float64."""
-    *arguments, grad = inputs(dtype)
+def measured(
+    function: Callable[..., Tensor],
+    dtype: torch.dtype,
+    p: float,
+    shape: tuple[int, ...] = (3, 4, 5, CHANNELS),
+    rounded: torch.dtype = torch.float64,
+) -> list[Tensor]:
+    """Output and gradients, in float64, of inputs that `rounded` represents."""
+    *arguments, grad = (x.detach().to(dtype) for x in inputs(rounded, shape))
+    arguments = [x.requires_grad_() for x in arguments]
     torch.manual_seed(1)
     out = function(*arguments, p)
     return [x.detach().double() for x in (out, *torch.autograd.grad(out, arguments, grad))]
@@ -135,17 +145,40 @@ def test_it_compiles_as_one_graph(p: float) -> None:
     torch.testing.assert_close(*results)
 
 
+SHAPES = [(3, 4, 5, CHANNELS), (1, 9, 8, 100), (2, 1, 1, 40), (2, 1, 2, 2100)]
+"""One tile, several of odd widths of one sample, one position, and more channels than a program reads at once."""
+
+
 def check_kernels() -> None:
     """Compare the Triton kernels with torch, where triton's interpreter runs them on the host."""
     from cascade_train.models.cascade.networks import response_norm_triton as kernels
 
-    for p in (0.0, 0.3):
-        expected = measured(response_norm, torch.float64, p)
+    assert SHAPES[-1][-1] > kernels.CHUNK
+    for shape, p in itertools.product(SHAPES, (0.0, 0.3)):
+        for dtype, most in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+            expected = measured(response_norm, torch.float64, p, shape, dtype)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "_kernels", lambda _: kernels)
+                results = measured(response_norm, dtype, p, shape)
+            for got, wanted in zip(results, expected, strict=True):
+                assert error(got, wanted) < most, (shape, p, dtype)
+    check_channels_without_activation(kernels)
+
+
+@torch.no_grad()
+def check_channels_without_activation(kernels: ModuleType) -> None:
+    """One sample is all zeros, and one channel of the other."""
+    h, gamma, beta, grad = inputs(torch.float32)
+    h[0], h[1:, ..., 2] = 0.0, 0.0
+    results = []
+    for chosen in (None, kernels):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_kernels", lambda _: kernels)
-            for dtype, most in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
-                for got, wanted in zip(measured(response_norm, dtype, p), expected, strict=True):
-                    assert error(got, wanted) < most
+            patch.setattr(module, "_kernels", lambda _, chosen=chosen: chosen)
+            out, norm = module._forward(h, gamma, beta, 0.0)
+            results.append([out, norm, *module._backward(grad, h, None, gamma, norm, 0.0)])
+    assert not results[1][1][0].any()
+    assert not results[1][1][..., 2].any()
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -157,9 +190,30 @@ def test_the_kernels_compute_what_torch_computes() -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.filterwarnings("ignore")  # triton warns about its own defaults
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.0, 0.3])
-def test_the_kernels_compile_for_a_gpu_that_is_not_there(monkeypatch, tmp_path, p: float) -> None:
+def test_the_kernels_launch_four_times_each_way(monkeypatch, p: float, dtype: torch.dtype) -> None:
+    from cascade_train.models.cascade.networks import response_norm_triton as kernels
+
+    *arguments, grad = inputs(dtype)
+    launches = Launches(response_norm=module._forward, response_norm_backward=module._backward)
+    monkeypatch.setattr(kernels, "_run", lambda kernel, *_, **__: launches.names.append(kernel.__name__))
+    monkeypatch.setattr(module, "_kernels", lambda _: kernels)
+    with launches:
+        out = response_norm(*arguments, p)
+        forward, launches.names = launches.names, []
+        torch.autograd.grad(out, arguments, grad)
+    assert forward == ["bernoulli_"] * (p > 0) + ["_square_sums", "sum", "_norms", "_apply"]
+    assert launches.names == ["_gradient_sums", "sum", "_slopes", "_apply_backward"]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.filterwarnings("ignore")  # triton warns about its own defaults
+@pytest.mark.parametrize(
+    ("capability", "p", "shape"),
+    [*((each, 0.3, SHAPES[0]) for each in (80, 90, 100)), *((90, 0.0, each) for each in (SHAPES[0], (1, 1, 1, 1)))],
+)
+def test_the_kernels_compile_for_a_gpu_that_is_not_there(monkeypatch, tmp_path, capability, p, shape) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     import triton
     from triton.backends.compiler import GPUTarget
@@ -167,21 +221,24 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there(monkeypatch, tmp_path, 
 
     from cascade_train.models.cascade.networks import response_norm_triton as kernels
 
-    pointers = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int16: "*i16", torch.bool: "*i1"}
+    kinds = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int16: "*i16", torch.bool: "*i1"}
     compiled = set()
 
-    def compile_only(kernel, h, *tensors: Tensor, sums: int = 0, **flags: int) -> list[Tensor]:
-        """Compile what `_launch` would run, for an H100; the sums it would return are ones."""
-        parts = [h.new_ones((h.shape[0], 1, 1, h.shape[-1]), dtype=torch.float32) for _ in range(sums)]
-        constants = {**flags, "ROWS": kernels.ROWS, "COLUMNS": kernels.COLUMNS}
-        kinds = [*(pointers[each.dtype] for each in (h, *tensors, *parts)), "i32", "i32", "i32"]
-        signature = dict(zip(kernel.arg_names, [*kinds, *["constexpr"] * len(constants)], strict=True))
-        made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
+    def kind(argument: Tensor | float) -> str:
+        if isinstance(argument, Tensor):
+            return kinds[argument.dtype]
+        return "fp32" if isinstance(argument, float) else "constexpr" if argument == 1 else "i32"  # as triton does
+
+    def compile_only(kernel, grid, *arguments: Tensor | float, **flags: int) -> None:
+        """Compile what would be launched."""
+        signature = dict(zip(kernel.arg_names, [*map(kind, arguments), *["constexpr"] * len(flags)], strict=True))
+        values = dict(zip(kernel.arg_names, arguments, strict=False)) | flags
+        constants = {name: value for name, value in values.items() if signature[name] == "constexpr"}
+        made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", capability, 32))
         assert made.asm["cubin"]
         compiled.add(made.name)
-        return parts
 
-    monkeypatch.setattr(kernels, "_launch", compile_only)
+    monkeypatch.setattr(kernels, "_run", compile_only)
     monkeypatch.setattr(module, "_kernels", lambda _: kernels)
-    measured(response_norm, torch.bfloat16, p)
-    assert compiled == {"_square_sums", "_apply", "_gradient_sums", "_apply_backward"}
+    measured(response_norm, torch.bfloat16, p, shape)
+    assert compiled == {"_square_sums", "_norms", "_apply", "_gradient_sums", "_slopes", "_apply_backward"}

@@ -5,6 +5,7 @@ from diffusers import StableCascadeUNet
 from cascade_train.models.cascade.networks import unet as cascade_unet
 from cascade_train.models.cascade.networks.controlnet import block_widths
 from cascade_train.models.cascade.networks.unet import CascadeUNet
+from tests.unit.launches import Launches
 from tests.unit.models.stages import filled_network, network_inputs
 
 
@@ -146,6 +147,16 @@ def test_time_is_embedded_in_fp32_whatever_the_weights(network: CascadeUNet) -> 
     ratio = torch.rand(8)
     assert torch.equal(half.time_embedding(ratio, None, None), network.time_embedding(ratio, None, None))
     assert half.time_embedding(ratio, None, None).shape == (8, 3 * 64)
+
+
+def test_a_ratio_and_its_side_conditions_are_embedded_at_once(network: CascadeUNet) -> None:
+    ratio, sca, crp = torch.rand(5), torch.rand(5), torch.zeros(5)
+    with Launches() as one:
+        parts = [network.get_timestep_ratio_embedding(each) for each in (ratio, sca, crp)]
+    with Launches() as launches:
+        embedded = network.time_embedding(ratio, sca, None)
+    assert torch.equal(embedded, torch.cat(parts, dim=1))
+    assert launches.names == ["zeros_like", "stack", *one.names[: len(one.names) // 3]]
 
 
 def test_side_conditions_of_time_are_tensors_of_any_batch(network: CascadeUNet) -> None:
