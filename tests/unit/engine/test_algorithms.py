@@ -15,6 +15,7 @@ from cascade_train.config.groups import group_options
 from cascade_train.config.targets import import_target
 from cascade_train.distributed import parallelize as seam
 from cascade_train.distributed.process_group import build_mesh
+from cascade_train.engine.algorithms.adafactor import Adafactor
 from cascade_train.engine.algorithms.adamw_8bit import code_values, decode, encode
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.optimizer import can_withhold
@@ -309,3 +310,20 @@ def test_the_page_has_the_bytes_of_a_parameter(repository):
         (state,) = optimizer.state_dict()["state"].values()
         found = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor)) / weight.numel()
         assert float(listed[option]) == pytest.approx(found, abs=0.02), option
+
+
+def test_adafactor_is_that_of_torch_whose_norms_go_over_the_host():
+    """On weights and norms, of which some have no gradient in the first step."""
+    options = {"lr": 2e-3, "beta2_decay": -0.8, "eps": (None, 1e-3), "d": 1.0, "weight_decay": 0.01}
+    networks = [Small(), Small()]
+    kinds = (Adafactor, torch.optim.Adafactor)
+    optimizers = [kind(each.parameters(), **options) for kind, each in zip(kinds, networks, strict=True)]
+    for step in range(300):
+        for optimizer, network in zip(optimizers, networks, strict=True):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in network.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = None if step == 0 and parameter.ndim == 1 else parameter.detach() + noise
+            optimizer.step()
+    for ours, theirs in zip(*(each.parameters() for each in networks), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)

@@ -23,7 +23,6 @@ class Adafactor(torch.optim.Adafactor):
         d: root mean square above which an update is scaled down, at least 1.
     """
 
-    is_by_tensor = True
     needs_whole = True  # norms, and means of rows and columns
 
     def __init__(
