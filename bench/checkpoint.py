@@ -213,9 +213,9 @@ def report(
     return "\n".join([*lines, "", NOTE])
 
 
-NOTE = """A first save maps the memory of its copies and of the files. On a virtual machine whose memory was not used
-before, that is most of it (the last row: the same memory again costs a tenth), and is not ours. Later saves take what
-DCP and the hash take. To hash while writing would save the difference of rows three and four to row five.
+NOTE = """A first save maps the memory of its copies and of the pages of its files, which costs what new memory costs on
+this machine (the last row). Later saves take what DCP and the hash take. To hash while writing would save the
+difference between the third and fourth row together and the fifth.
 """
 
 
