@@ -3,27 +3,37 @@
     python bench/checkpoint.py --gib 1 --out bench/results/checkpoint.md
 
 Both ways take turns on the same state, so that the ratio is the claim; seconds are those of this disk. For a synthetic
-state of the given size, and for real runs of `model=c_tiny`, whose wait is what `Trainer.save` takes.
+state of the given size, and for real runs of `model=c_tiny`, whose wait is what `Trainer.save` takes. And the CPU
+seconds, user and system, of a save until it is published, beside those of its parts alone and of a save that would hash
+what it writes while it writes it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import io
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch.distributed.checkpoint import FileSystemWriter, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from cascade_train.__main__ import launch
 from cascade_train.distributed.process_group import process_group
-from cascade_train.engine.checkpoint.folder import Retention
+from cascade_train.engine.checkpoint.folder import Retention, hash_file
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.loop import Trainer
 
@@ -71,6 +81,77 @@ def synthetic(gib: float, rounds: int, directory: Path) -> dict[str, list[float]
     return seen
 
 
+class HashingFile(io.FileIO):
+    """A file that hashes what is written to it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, "w")
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        """Write, and hash what was written."""
+        count = super().write(data)
+        self.digest.update(memoryview(data)[:count])
+        return count
+
+
+class HashingFiles(FileSystem):
+    """Files of torch's distributed checkpoint that are hashed while they are written."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Open a file to write."""
+        with HashingFile(os.fspath(path)) as file, io.BufferedWriter(file) as stream:
+            yield stream
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """Return the CPU time, user and system, that this process takes for `work`, in all its threads."""
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    work()
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+def processor(gib: float, rounds: int, directory: Path) -> dict[str, list[float]]:
+    """Return the CPU seconds of a save until it is published, of its parts, and of another way; the first included."""
+    state, folder = synthetic_state(gib), directory / "parts"
+
+    def write(*, is_hashing: bool = False) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        writer = FileSystemWriter(folder)
+        writer.fs = HashingFiles() if is_hashing else writer.fs
+        state_dict_saver.save(state, storage_writer=writer)
+
+    def save(store: CheckpointStore, number: int) -> None:
+        store.save(number, state, {})
+        store.wait()
+
+    def hash_state() -> None:
+        digest = hashlib.sha256()
+        for tensor in state["weights"].values():
+            digest.update(tensor.numpy())
+
+    with process_group():
+        keep_one = Retention(keep_last=1)
+        beside = CheckpointStore(directory / "beside", retention=keep_one, asynchronous=True)
+        waits = CheckpointStore(directory / "waits", retention=keep_one)
+        parts: dict[str, Callable[[int], object]] = {
+            "a save beside the loop, until published": lambda number: save(beside, number),
+            "a save that waits, until published": lambda number: save(waits, number),
+            "torch's DCP alone": lambda number: write(),
+            "its files read back and hashed": lambda number: [hash_file(each) for each in folder.iterdir()],
+            "DCP, hashed while it writes": lambda number: write(is_hashing=True),
+            "SHA-256 of the state in memory": lambda number: hash_state(),
+            "as much new memory, each page touched": lambda number: np.empty(int(gib * 2**30), np.uint8).fill(0),
+        }
+        seen: dict[str, list[float]] = {name: [] for name in parts}
+        for number in range(1, rounds + 2):
+            for name, part in parts.items():
+                seen[name].append(cpu_seconds(lambda part=part, number=number: part(number)))  # type: ignore[misc]
+    return seen
+
+
 def tiny_runs(rounds: int, directory: Path) -> dict[str, list[float]]:
     """Return the seconds that `Trainer.save` took in runs of both ways, taking turns; the first of a run left out."""
     seen: dict[str, list[float]] = {"waits": [], "beside": []}
@@ -98,8 +179,10 @@ def tiny_runs(rounds: int, directory: Path) -> dict[str, list[float]]:
     return seen
 
 
-def report(results: dict[str, dict[str, list[float]]], command: str, load: str) -> str:
-    """Return the page: medians, and how many times shorter the wait is."""
+def report(
+    results: dict[str, dict[str, list[float]]], processor: dict[str, list[float]], command: str, load: str
+) -> str:
+    """Return the page: medians, how many times shorter the wait is, and where the CPU time goes."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
     lines = [
         "# How long the loop waits for a checkpoint",
@@ -120,9 +203,20 @@ def report(results: dict[str, dict[str, list[float]]], command: str, load: str) 
         lines.append(
             f"| {name} | {len(seen['beside'])} | {waits:.3f} | {beside:.3f} | {waits / beside:.1f} | {shown} |"
         )
-    return "\n".join(
-        [*lines, "", "Medians. On a GPU the copy is one transfer into pinned memory; not measured here.", ""]
-    )
+    rows = [
+        f"| {name} | {first:.2f} | {statistics.median(later):.2f} | {min(later):.2f} | {max(later):.2f} |"
+        for name, (first, *later) in processor.items()
+    ]
+    lines += ["", "Medians. On a GPU the copy is one transfer into pinned memory; not measured here."]
+    lines += ["", "CPU seconds, user and system, taking turns in one process, of the same state:", ""]
+    lines += ["| what | first | median of the later | least | most |", "|---|---|---|---|---|", *rows]
+    return "\n".join([*lines, "", NOTE])
+
+
+NOTE = """A first save maps the memory of its copies and of the pages of its files, which costs what new memory costs on
+this machine (the last row). Later saves take what DCP and the hash take. To hash while writing would save the
+difference between the third and fourth row together and the fifth.
+"""
 
 
 def main() -> None:
@@ -135,13 +229,14 @@ def main() -> None:
     command = f"python bench/checkpoint.py --gib {args.gib:g} --rounds {args.rounds} --out {args.out}"
     directory, before = Path(tempfile.mkdtemp()), os.getloadavg()[0]
     try:
+        parts = processor(args.gib, args.rounds, directory / "processor")
         results = {
             f"{args.gib:g} GiB in {TENSORS} tensors": synthetic(args.gib, args.rounds, directory / "synthetic"),
             "`model=c_tiny`, whole runs": tiny_runs(max(1, args.rounds // 3), directory / "runs"),
         }
     finally:
         shutil.rmtree(directory)
-    page = report(results, command, f"{before:.1f}, {os.getloadavg()[0]:.1f}")
+    page = report(results, parts, command, f"{before:.1f}, {os.getloadavg()[0]:.1f}")
     print(page)
     if args.out is not None:
         args.out.write_text(page)

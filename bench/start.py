@@ -1,11 +1,13 @@
-"""What a start costs: user CPU seconds of processes that take turns, as JSON and a page.
+"""What a start costs: CPU seconds, user and system, of processes that take turns, as JSON and a page.
 
 python bench/start.py --rounds 5 --out bench/results/start.md
+python bench/start.py --rounds 5 --tasks lora --before ../other/src
 
 `hydra` composes the same configuration in a bare Hydra application. `imports` of a training are those of a process
 that imports the modules which a training of one step had imported when it ended, each without what its package would
 import beside it where the training did without that; `needs` imports only the libraries that the training cannot do
-without: the class of its network, its text tower, an optimizer that steps, checkpoints.
+without: the class of its network, its text tower, an optimizer that steps, checkpoints. `four libraries` imports
+torch, transformers, torchvision and accelerate. With `--before` trainings of another checkout take turns with these.
 """
 
 from __future__ import annotations
@@ -50,13 +52,13 @@ weight.sum().backward()
 torch.optim.AdamW([weight]).step()
 """
 TRAIN = """
-import sys
+import atexit, sys
 from pathlib import Path
-from cascade_train.__main__ import launch
+from cascade_train.__main__ import main
 
-code = launch(sys.argv[2:])
-Path(sys.argv[1]).write_text("\\n".join(sys.modules))
-sys.exit(code)
+modules = Path(sys.argv.pop(1))
+atexit.register(lambda: modules.write_text("\\n".join(sys.modules)))
+main()
 """
 IMPORT = """
 import contextlib, sys, warnings
@@ -74,19 +76,26 @@ for name in names:
 """
 
 
-def cpu_seconds(arguments: Sequence[str], folder: Path) -> float:
-    """Return the user CPU time of one Python process and its children."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+def used() -> float:
+    """Return the CPU time, user and system, of all children that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return children.ru_utime + children.ru_stime
+
+
+def cpu_seconds(arguments: Sequence[str], folder: Path, source: Path | None) -> float:
+    """Return the CPU time of one Python process and its children, with the package of another `source` if given."""
+    before = used()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {} if source is None else {"PYTHONPATH": str(source.resolve())}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(arguments[-4:])} ended with {done.returncode}: {done.stderr}")
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    return used() - before
 
 
-def measure(rounds: int, folder: Path) -> dict[str, list[float]]:
+def measure(rounds: int, folder: Path, tasks: Sequence[str], before: Path | None) -> dict[str, list[float]]:
     """Return the seconds of every kind of start, one value a round, after a round that only fills caches."""
     train = "-m", "cascade_train"
     starts = {
@@ -94,17 +103,21 @@ def measure(rounds: int, folder: Path) -> dict[str, list[float]]:
         "--cfg job": (*train, *CHOICE, "--cfg", "job"),
         "--help": (*train, "--help"),
         "torch": ("-c", "import torch"),
+        "four libraries": ("-c", "import torch, transformers, torchvision, accelerate"),
         "needs": ("-c", NEEDS),
     }
-    for task in TASKS:
+    for task in tasks:
         run = f"task={task}", "model=c_tiny", "train.max_steps=1", "sample.every_steps=null", "run.resume=never"
         starts[f"{task}, one step"] = "-c", TRAIN, f"{task}.modules", *run
+        if before is not None:
+            starts[f"{task}, before, one step"] = "-c", TRAIN, f"{task}-before.modules", *run
         starts[f"{task}, imports"] = "-c", IMPORT, f"{task}.modules"
     taken: dict[str, list[float]] = {name: [] for name in starts}
     for turn in range(rounds + 1):
         for name, arguments in starts.items():
-            own = (f"run.dir={folder}/{turn}-{name.split(',')[0]}",) if name.endswith("one step") else ()
-            taken[name].append(cpu_seconds((*arguments, *own), folder))
+            own = (f"run.dir={folder}/{turn}-{name.replace(', ', '-')}",) if name.endswith("one step") else ()
+            source = before if ", before" in name else None
+            taken[name].append(cpu_seconds((*arguments, *own), folder, source))
     return {name: values[1:] for name, values in taken.items()}
 
 
@@ -119,6 +132,7 @@ def ratios(median: dict[str, float]) -> dict[str, tuple[float, float]]:
                 1.5,
             )
             for task in TASKS
+            if f"{task}, imports" in median
         },
     }
 
@@ -136,7 +150,7 @@ def page(result: dict[str, object], taken: dict[str, list[float]], claims: dict[
             "",
             head,
             "",
-            "User CPU seconds, medians of processes that take turns; `bench/start.py` says what each does.",
+            "CPU seconds, user and system, medians of processes that take turns; `bench/start.py` says what each does.",
             "",
             "| start | median | least | most |",
             "|---|---|---|---|",
@@ -163,9 +177,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--before", type=Path, help="src of another checkout, whose trainings are measured too")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        taken = measure(arguments.rounds, Path(folder))
+        taken = measure(arguments.rounds, Path(folder), arguments.tasks, arguments.before)
     claims = ratios({name: statistics.median(values) for name, values in taken.items()})
     result: dict[str, object] = {
         "command": " ".join(["python", "bench/start.py", *sys.argv[1:]]),

@@ -30,6 +30,7 @@ def main() -> None:
     code = launch(sys.argv[1:])
     set_handlers(lambda *_: os._exit(code))  # the run has ended: no signal changes its exit code any more
     gc.unfreeze()  # else libraries report what they could not free
+    gc.disable()  # Python collects twice more as it exits, whether or not this is enabled
     sys.exit(code)
 
 

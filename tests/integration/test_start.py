@@ -17,7 +17,7 @@ NEVER = {
 """Modules of half a second and more, and what would bring diffusers' own to a run of Stage C."""
 
 TRAIN = """
-import gc, json, sys
+import atexit, gc, json, sys
 from cascade_train.__main__ import launch, main
 from cascade_train.engine.loss_charts import LossCurve
 LossCurve.draw = lambda self: None  # brings matplotlib at the first save, which is later than the start
@@ -30,6 +30,7 @@ def report():
     print(json.dumps(["finetune", gc.isenabled() and gc.get_freeze_count(), sorted(sys.modules)]))
     unfreeze()
 gc.unfreeze = report
+atexit.register(lambda: print(json.dumps(["exit", gc.isenabled(), []])))
 sys.argv[1:] = ["task=finetune", "run.dir=finetune", *sys.argv[1:]]
 main()
 """
@@ -42,7 +43,9 @@ def test_a_training_imports_what_its_task_needs(tmp_path: Path):
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [each[:2] for each in found[:2]] == [["lora", 0], ["controlnet", 0]]
     assert found[2][1] > 100_000, "objects that garbage collection leaves alone while it trains"
-    lora, controlnet, finetune = (set(modules) for _, _, modules in found)
+    assert found[3][:2] == ["exit", False], "no collection beside the two of Python's own as it exits"
+    assert not done.stderr.count("Exception ignored"), done.stderr
+    lora, controlnet, finetune = (set(modules) for _, _, modules in found[:3])
     assert {"peft", "transformers", "PIL.Image", "torch.distributed.checkpoint"} <= lora
     assert not NEVER & lora
     assert "cv2" not in lora, "that of Canny edges"

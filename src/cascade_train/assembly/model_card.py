@@ -83,9 +83,11 @@ def _front_matter(names: Sequence[str], model: Mapping[str, Any]) -> dict[str, A
 
 def _family(model: Mapping[str, Any], names: Sequence[str]) -> Family:
     """Return the family of a model's node; of weights alone, the first that writes such exports."""
-    own = class_constant(str(model.get("_target_")), "family")
+    own: Family | None = class_constant(str(model.get("_target_")), "family")
+    if own is not None:
+        return own
     known = families()
-    return own or next((each for each in known if {*names} & each.uses.keys()), known[0])
+    return next((each for each in known if {*names} & each.uses.keys()), known[0])
 
 
 def _loads_published(model: Mapping[str, Any]) -> bool:

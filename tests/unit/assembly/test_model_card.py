@@ -11,6 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
 
+from cascade_train.assembly import model_card as module
 from cascade_train.assembly.model_card import CARD, LICENSE, SAMPLES, write_card
 
 PLACES = ["pipe:/home/somebody/bin/cat ~/somebody/b.tar", "file:///home/somebody/c.tar", "https://host/d/e.tar"]
@@ -139,3 +140,15 @@ def test_a_lora_of_stable_diffusion_is_loaded_by_its_pipeline(tmp_path: Path) ->
     assert "`pipeline.load_lora_weights('lora')`" in made.text
     assert "Stage C" not in made.text
     assert made.data.to_dict()["library_name"] == "diffusers"
+
+
+def test_a_stage_names_its_own_family_and_no_other_option_is_read(tmp_path: Path, monkeypatch: Any) -> None:
+    def read() -> list[Any]:
+        raise AssertionError("every option of the group is read")
+
+    monkeypatch.setattr(module, "families", read)
+    stage = "cascade_train.models.cascade.stage_c.StageC"
+    made = card(run_with(tmp_path / "run", _target_=stage), tmp_path / "out", ["lora"])
+    assert made.data.tags == ["stable-cascade", "lora", "cascade_train"]
+    with pytest.raises(AssertionError, match="every option of the group is read"):
+        card(None, tmp_path / "out", ["lora"], source=PUBLISHED)
