@@ -192,7 +192,8 @@ class OptimizerSpec:
     def rounds(self, parameters: Mapping[str, nn.Parameter] | None = None) -> bool:
         """Return whether the algorithm treats these weights, None = matrices, one by one: then they train in bf16."""
         named = parameters or {"weight": nn.Parameter(torch.empty(2, 2))}
-        alone = self.made is torch.optim.Adafactor or all(self._by_element(name, p) for name, p in named.items())
+        is_adafactor = isinstance(self.made, type) and issubclass(self.made, torch.optim.Adafactor)
+        alone = is_adafactor or all(self._by_element(name, p) for name, p in named.items())
         return alone and not getattr(self.made, "is_schedule_free", False)
 
     def _by_element(self, name: str, parameter: nn.Parameter) -> bool:

@@ -79,18 +79,22 @@ def test_numbers_of_memory_in_texts_are_those_of_the_tables():
         (write_memory_tiers.README.parent / name).read_text()
         for name in ("README.md", "docs/memory.md", "docs/scale.md", "docs/troubleshooting.md", "docs/first-lora.md")
     )
-    split = {name: numbers for name, *numbers in rows(scale)}
+    split = {name.replace("`", ""): numbers for name, *numbers in rows(scale)}
     least = {overrides: numbers for _, overrides, *numbers in rows(memory.split(write_memory_tiers.FIRST_LEAST)[1])}
     adafactor = "task=finetune train.master_weights=bf16 optimizer=adafactor"
-    whole, adapters = (f"{float(split[name][0]):.0f}" for name in ("Fine-tune C 3.6B", "LoRA, C 3.6B"))
+    whole, adapters = (f"{float(split[name][0]):.0f}" for name in ("c_3b, all weights", "c_3b, LoRA"))
+    one, two, four, eight = split["c_3b, all weights"]
     offloaded = f"{float(least['model=c_3b task=finetune parallel.cpu_offload=true'][2]):.0f}"
     repeated = (
-        (readme, f"a LoRA of C 3.6B takes {least['model=c_3b task=lora train.base_weights=int8'][0]} on a base in 8"),
-        (readme, f"weights in bf16 {least[f'model=c_3b {adafactor}'][0]} (C 3.6B)"),
-        (readme, f"(C 3.6B) and {least[f'model=c_1b {adafactor}'][0]} (C 1B)"),
-        (lora, f"Adapters on the 3.6B take {split['LoRA, C 3.6B'][0]} GB"),
-        (lora, f"those on the 1B {split['LoRA, C 1B'][0]} GB"),
-        (scale, f"`hsdp` for finetuning ({split['Fine-tune C 3.6B'][3]} GB"),
+        (readme, f"{least['model=c_3b task=lora train.base_weights=int8'][0]} GB for a LoRA of `c_3b` on a base in 8"),
+        (readme, f"weights in bf16, {least[f'model=c_3b {adafactor}'][0]} GB\n(`c_3b`)"),
+        (readme, f"(`c_3b`) and {least[f'model=c_1b {adafactor}'][0]} GB (`c_1b`)"),
+        (lora, f"Adapters on the 3.6B take {split['c_3b, LoRA'][0]} GB"),
+        (lora, f"those on the 1B {split['c_1b, LoRA'][0]} GB"),
+        (scale, f"takes {one} GB, with an average of the weights on the device 82:"),
+        (scale, f"bf16 weights ({least[f'model=c_3b {adafactor}'][0]} GB)"),
+        (scale, f"{two} or {four} GB at one image"),
+        (scale, f"`hsdp` for finetuning ({eight} GB"),
         (scale, f"pinned memory ({offloaded} GB"),
         (trouble, f"Fine-tuning all of `c_3b` takes {whole} GB with both; a LoRA takes {adapters} GB"),
     )
