@@ -1,4 +1,4 @@
-"""Show where two runs differ: settings, versions, numbers, data and the tensors of a checkpoint.
+"""Show where two runs differ, from their settings to their tensors.
 
 cascade-train compare runs/x runs/y
 """
@@ -32,10 +32,10 @@ MOST_SHOWN = 10
 
 @dataclass(kw_only=True)
 class CompareArgs:
-    """Show where two runs differ; ends with 1 where their numbers, data or checkpoints do, else with 0.
+    """Show where two runs differ, from their settings to their tensors.
 
-    Numbers are compared at the steps that both have, tensors in the first checkpoint of both from the first differing
-    step on, else in their newest.
+    Ends with 1 where their numbers, data or checkpoints differ, else with 0. Numbers are compared at the steps that
+    both have, tensors in the first checkpoint of both from the first differing step on, else in their newest.
     """
 
     source: str

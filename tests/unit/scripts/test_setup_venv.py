@@ -64,7 +64,7 @@ def test_every_verb_of_the_makefile_is_explained(repository: Path) -> None:
         ["make", "--no-print-directory", "help"], cwd=repository, capture_output=True, text=True, check=True
     ).stdout
     assert [line.split()[1] for line in printed.splitlines()] == [
-        "help", "setup", "test", "recipes", "canary", "soak", "demo", "docs", "lint", "format", "clean",
+        "help", "setup", "test", "recipes", "gpu", "canary", "soak", "demo", "docs", "lint", "format", "clean",
     ]  # fmt: skip
 
 

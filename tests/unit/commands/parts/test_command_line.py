@@ -108,7 +108,7 @@ def test_a_file_named_like_a_number_is_no_path(tmp_path: Path, monkeypatch: pyte
     [
         (["exprot", "from=x"], "'exprot' is not a command. Did you mean export? Commands: cache, checkpoints,"),
         (["trian", "task=lora"], "'trian' is not a command. Did you mean train?"),
-        (["foo"], "'foo' is not a command. Commands: cache, checkpoints, download, evaluate, export, generate,"),
+        (["foo"], "'foo' is not a command. Commands: cache, checkpoints, compare, download, evaluate, export,"),
         (["checkpoints", "lss"], "checkpoints lss is unknown. Did you mean ls?"),
         (["generate", "prompts"], "'prompts' is not an argument. Write key=value"),
         (["-m", "train"], "'train' is a command and comes first: cascade-train train …"),
