@@ -280,6 +280,20 @@ def test_job_preempted_while_it_starts_is_requeued(cluster: Cluster, folder: Pat
     assert not list(folder.glob("run/checkpoints/step_*")), "it had started"
 
 
+def test_job_preempted_before_a_node_has_started_its_ranks_is_requeued(cluster: Cluster, folder: Path):
+    """Those do not hear of it, and are killed when the others have ended."""
+    deaf = 'if [ "$SLURM_NODEID" = 1 ]; then trap "" TERM; else trap "exit 75" TERM; fi'
+    stand_in(folder, f"{deaf}; echo began; while true; do sleep 0.2; done")
+    job = submit(cluster, folder, "--partition=low", *RANKS, SRUN_OPTIONS="--wait=5")
+    wait_for(lambda: said(folder).count("began") == 4)
+    cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--wrap=true", cwd=folder)
+    wait_for(lambda: cluster.state(job) in ("PENDING", "COMPLETED", "FAILED"), seconds=300)
+    state, restarts = cluster.state(job), cluster.facts(job)["Restarts"]
+    cluster.call("scancel", job)
+    assert (state, restarts) == ("PENDING", "1"), said(folder)
+    assert "requeued; the same command continues" in said(folder)
+
+
 def test_job_after_a_refused_one_ends_where_it_is_told_to(cluster: Cluster, folder: Path):
     stand_in(folder, "exit 2")
     job = submit(cluster, folder)
