@@ -15,7 +15,7 @@ from typing import Any
 
 from cascade_train.commands.parts.command_line import Command
 from cascade_train.config.saved import CONFIG_NAME
-from cascade_train.engine.checkpoint.folder import CheckpointFolder, Manifest, find_fault
+from cascade_train.engine.checkpoint.folder import CheckpointFolder, Manifest, find_fault, read_manifest
 from cascade_train.engine.run.config_difference import describe, find_differences, flatten
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.untrusted import load_mapping, read_mapping, read_rows
@@ -54,10 +54,11 @@ def compare(args: CompareArgs) -> int:
     _show("Versions and devices", describe([each for each in find_differences(*starts) if each.key not in PASSING]))
     step, numbers = differing_step(one, other)
     _show("Numbers", *numbers)
-    checkpoints, manifests = common_checkpoint(one, other, step)
-    if manifests is None:
+    checkpoints = common_checkpoint(one, other, step)
+    if checkpoints is None:
         _show("Checkpoints", "  no step has one in both", differing="not compared")
         return int(step is not None)
+    manifests = read_manifest(checkpoints[0]), read_manifest(checkpoints[1])
     where = f"at step {manifests[0].step}"
     data = "\n".join(f"  {line}" for line in data_differences(*manifests))
     _show("Data", data, f"equal {where}", f"differ {where}")
@@ -85,18 +86,14 @@ def _metrics(folder: Path) -> dict[int, dict[str, Any]]:
     return {row["step"]: {key: value for key, value in row.items() if key not in CLOCKED} for row in rows}
 
 
-def common_checkpoint(
-    one: Path, other: Path, step: int | None
-) -> tuple[tuple[Path, Path], tuple[Manifest, Manifest] | None]:
-    """Return the two checkpoints to compare and their manifests; None where no step has a complete one in both."""
+def common_checkpoint(one: Path, other: Path, step: int | None) -> tuple[Path, Path] | None:
+    """Return the two checkpoints to compare; None where no step has a complete one in both."""
     folders = [CheckpointFolder(each / "checkpoints") for each in (one, other)]
-    complete = [folder.complete() for folder in folders]
-    both = sorted(complete[0].keys() & complete[1].keys())
+    both = sorted(folders[0].complete().keys() & folders[1].complete().keys())
     if not both:
-        return (one, other), None
+        return None
     chosen = next((each for each in both if step is not None and each >= step), both[-1])
-    first, second = (folder.path(chosen) for folder in folders)
-    return (first, second), (complete[0][chosen], complete[1][chosen])
+    return folders[0].path(chosen), folders[1].path(chosen)
 
 
 def data_differences(one: Manifest, other: Manifest) -> Iterator[str]:

@@ -253,13 +253,11 @@ def gather_samples(outputs: Sequence[StepOutput]) -> dict[str, Tensor]:
     """Return `loss` and reported values of the global batch, (G,) or (G, n), from this rank's outputs. Collective."""
     names = ["loss", *sorted(outputs[0].report)]
     rows = [torch.cat([o.loss_B.detach() if n == "loss" else o.report[n] for o in outputs]).float() for n in names]
-    mine = torch.cat([row.reshape(len(row), -1).T for row in rows])
+    mine = torch.cat([row.reshape(len(row), -1) for row in rows], dim=1)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
-    parts = torch.cat(every, dim=1).split([row[0].numel() for row in rows])
-    return {
-        n: p.T.reshape(p.shape[1], *row.shape[1:]).contiguous() for n, p, row in zip(names, parts, rows, strict=True)
-    }
+    parts = torch.cat(every).split([row[0].numel() for row in rows], dim=1)
+    return {n: p.reshape(len(p), *row.shape[1:]).contiguous() for n, p, row in zip(names, parts, rows, strict=True)}
 
 
 def sum_totals(outputs: Sequence[StepOutput]) -> dict[str, Tensor]:
