@@ -17,7 +17,7 @@ JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODE
 STAND_INS = {
     "srun": 'printf "%s\\n" "$@" > srun.called; $DURING_STEP\nexit "$STEP_EXITS"',
     "squeue": 'echo "${STATE:-RUNNING}"',
-    "scontrol": 'echo "$*" >> scontrol.called; exit "${SCONTROL_EXITS:-0}"',
+    "scontrol": 'echo "$*" >> scontrol.called; echo "$SHOWS"; exit "${SCONTROL_EXITS:-0}"',
     "sleep": "exec /bin/sleep 0.1",
 }
 
@@ -39,7 +39,7 @@ def begin(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen
     return subprocess.Popen(
         ["bash", str(SCRIPT), *arguments],
         cwd=folder,
-        env={**kept, **JOB, "PATH": path, "STEP_EXITS": "0", "DURING_STEP": "", **environment},
+        env={**kept, **JOB, "PATH": path, "STEP_EXITS": "0", "DURING_STEP": "", "SHOWS": "", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -83,6 +83,17 @@ def test_only_a_stopped_run_goes_back_to_the_queue(folder: Path, environment: di
     code, text = run(folder, **environment)
     assert code == int(environment["STEP_EXITS"])
     assert said in text
+    assert requeues(folder) == count
+
+
+@pytest.mark.parametrize(
+    ("preempted", "count"),
+    [("None", 0), ("2026-11-26T10:02:16", 0), ("2026-11-26T10:02:17", 1), ("2026-11-26T10:02:18", 1)],
+    ids=["never", "before this start", "in the second of its start", "later"],
+)
+def test_a_killed_run_goes_back_to_the_queue_if_this_start_was_preempted(folder: Path, preempted: str, count: int):
+    shows = f"   StartTime=2026-11-26T10:02:17 EndTime=Unknown\n   PreemptTime={preempted} SuspendTime=None"
+    assert run(folder, STEP_EXITS="137", SHOWS=shows)[0] == 137
     assert requeues(folder) == count
 
 
