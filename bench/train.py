@@ -270,7 +270,8 @@ def main() -> int:
     def noted(cfg: DictConfig, budget: Budget) -> fitting.Choice:
         choice = choose(cfg, budget)
         if budget.on_cuda:
-            found["computed_bytes"] = choice.bytes - CONTEXT_BYTES  # which torch's allocator does not count
+            # without what torch's allocator does not count; later choices are those that a warning proposes
+            found.setdefault("computed_bytes", choice.bytes - CONTEXT_BYTES)
         return choice
 
     fitting.choose = noted

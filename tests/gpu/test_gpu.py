@@ -138,6 +138,8 @@ def test_an_average_on_the_host_is_that_on_the_device(tmp_path, trained):
 
 def test_the_device_trains_what_the_host_trains(tmp_path, monkeypatch):
     monkeypatch.setattr("cascade_train.distributed.process_group.allow_tf32", lambda: None)
+    for products in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):  # torch itself lets convolutions use TF32
+        monkeypatch.setattr(products, "fp32_precision", "ieee")
     overrides = ["task=finetune", "train.precision=fp32"]
     device = train(tmp_path / "device", *overrides)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
