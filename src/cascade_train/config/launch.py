@@ -200,7 +200,11 @@ def data_of_path(value: str) -> str:
 
 HELP = {"--help", "-h"}
 
-NESTED = {"filter": "filter@task.filter", "noise": "noise@objective.noise"}
+NESTED = {
+    "filter": "filter@task.filter",
+    "noise": "noise@objective.noise",
+    "distance": "distance@objective.distance",
+}
 """Groups whose choice belongs to a component, and not to the root."""
 
 NO_NAME = re.compile(r"[-+]?[\d_.]+|null|true|false", re.IGNORECASE)

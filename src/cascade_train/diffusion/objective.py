@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.diffusion.bucket import Adaptive, AdaptiveParts
+from cascade_train.diffusion.distance import Distance
 from cascade_train.diffusion.loss_weight import LossWeight, MinSNRGammaLossWeight
 from cascade_train.diffusion.noise import Noise, PlainNoise
 from cascade_train.diffusion.noise_condition import NoiseCondition
@@ -69,6 +70,7 @@ class Objective(AdaptiveParts):
         noise: what is added to latents in training; None = independent standard normals.
         input_perturbation: scale of further noise in what the network sees, but not in its target (Ning et al. 2023,
             gamma, 0.1 there); 0 = off.
+        distance: what the weighted loss is made of; None = the squared error.
 
     Attributes:
         denoises: whether it trains a network to denoise latents.
@@ -87,6 +89,7 @@ class Objective(AdaptiveParts):
     timestep_bias: TimestepBias | None = None
     noise: Noise | None = None
     input_perturbation: float = 0.0
+    distance: Distance | None = None
 
     def __post_init__(self) -> None:
         check_within("offset_noise", self.offset_noise, 0.0, 10.0)
@@ -168,13 +171,19 @@ class Objective(AdaptiveParts):
         return self.target.noise(pred_BCHW.float(), noised_BCHW.float(), *self._scales(logsnr_B))
 
     def loss(self, pred_BCHW: Tensor, diffused: Diffused, mask_B1HW: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the weighted and the unweighted mean squared error, (B,) fp32 each, of a prediction (B, C, H, W).
+        """Return the weighted loss and the unweighted mean squared error, (B,) fp32 each, of a prediction (B, C, H, W).
 
-        A mask (B, 1, H, W) fp32 in [0, 1] weights each place, see `masked_mean`.
+        The weighted loss is of the `distance`. A mask (B, 1, H, W) fp32 in [0, 1] weights each place, see
+        `masked_mean`.
         """
-        error_BCHW = (pred_BCHW.float() - diffused.target).square()
-        loss_raw_B = error_BCHW.mean(dim=(1, 2, 3)) if mask_B1HW is None else masked_mean(error_BCHW, mask_B1HW)
-        return loss_raw_B * diffused.loss_weight_B, loss_raw_B
+
+        def mean(value_BCHW: Tensor) -> Tensor:
+            return value_BCHW.mean(dim=(1, 2, 3)) if mask_B1HW is None else masked_mean(value_BCHW, mask_B1HW)
+
+        error_BCHW = pred_BCHW.float() - diffused.target
+        loss_raw_B = mean(error_BCHW.square())
+        loss_B = loss_raw_B if self.distance is None else mean(self.distance(error_BCHW, diffused.logsnr_B))
+        return loss_B * diffused.loss_weight_B, loss_raw_B
 
     def scheduler_config(self) -> dict[str, Any] | None:
         """Return the configuration, with `_class_name`, of diffusers' scheduler that samples what this trains, or None.

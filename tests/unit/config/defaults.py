@@ -32,7 +32,12 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 CHOSEN: list[dict[str, Any]] = yaml.safe_load((FOLDER / "chosen.yaml").read_text())
 
-MOUNTS = {"noise": "objective.noise.", "filter": "task.filter.", "hydra": "hydra.launcher."}
+MOUNTS = {
+    "noise": "objective.noise.",
+    "distance": "objective.distance.",
+    "filter": "task.filter.",
+    "hydra": "hydra.launcher.",
+}
 """Where a group's options go; others go into the node of their name."""
 
 MODELS = {"3.6B": "c_3b", "1B": "c_1b", "3B": "b_3b", "700M": "b_700m"}

@@ -47,7 +47,7 @@ COMPANIONS = {
         if class_constant(option_targets("model")[model], "abilities") & {*class_constant(target, "fits")}
     },
     "filter": {"task": "controlnet"},
-    **{f"objective={name}": {"model": "sd_tiny"} for name in ("ddpm", "ddpm_min_snr", "ddpm_v")},
+    **{f"objective={name}": {"model": "sd_tiny"} for name in ("ddpm", "ddpm_debiased", "ddpm_min_snr", "ddpm_v")},
 }
 """What else is chosen, in the place of `CHOSEN`, with an option or with any option of a group."""
 
@@ -89,7 +89,7 @@ NEEDED = {
 }
 """Options that leave something to the user, and the least that they need."""
 
-MOUNTED = {"noise": "noise@objective.noise", "filter": "filter@task.filter"}
+MOUNTED = {"noise": "noise@objective.noise", "distance": "distance@objective.distance", "filter": "filter@task.filter"}
 """Groups whose options go into another node, and how they are chosen there."""
 
 SCORED_ALONE = {("stage_c", "reconstruction"): ["objective=preview"]}

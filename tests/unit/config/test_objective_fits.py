@@ -21,20 +21,21 @@ from tests.unit.config.composing import checked
         (["reconstruction", "b_tiny", "vqgan"], r"^task=reconstruction with objective=vqgan .* but a or a_tiny\."),
         (
             ["reconstruction", "b_tiny", "preview"],
-            r"choose objective=adaptive, edm, .*, v or x0\.$",
+            r"choose objective=adaptive, debiased, edm, .*, v or x0\.$",
         ),
         (["reconstruction", "c_tiny", "gdf"], r"b_700m or b_tiny\. For model=c_tiny, choose objective=preview\.$"),
         (["reconstruction", "c_tiny", "vqgan"], r"For model=c_tiny, choose objective=preview\.$"),
         (
             ["finetune", "c_tiny", "preview"],
-            r"does not train model=c_tiny \(stage_c\)\. .*objective=adaptive, edm",
+            r"does not train model=c_tiny \(stage_c\)\. .*objective=adaptive, debiased, edm",
         ),
         (
             ["finetune", "sd_tiny", "gdf"],
             r"^objective.noise_condition=CosineTimeCondition gives the network a time for noise level, and that of "
-            r"model=sd_tiny was made for a timestep\. Choose objective=ddpm, ddpm_min_snr, ddpm_v, edm or edm_sdxl\.$",
+            r"model=sd_tiny was made for a timestep\. "
+            r"Choose objective=ddpm, ddpm_debiased, ddpm_min_snr, ddpm_v, edm or edm_sdxl\.$",
         ),
-        (["finetune", "c_tiny", "ddpm_v"], r"Choose objective=adaptive, edm, edm_sdxl, gdf, .*, v or x0\.$"),
+        (["finetune", "c_tiny", "ddpm_v"], r"Choose objective=adaptive, debiased, edm, edm_sdxl, gdf, .*, v or x0\.$"),
         (
             ["reconstruction", "sd_tiny", "ddpm"],
             r"task=reconstruction trains .*but model=sd_tiny is stable_diffusion\.",

@@ -14,9 +14,22 @@ from cascade_train.config.components import construct
 from cascade_train.config.groups import option_files, option_targets
 from cascade_train.diffusion.objective import Objective
 
-STABLE_DIFFUSION = ("ddpm", "ddpm_min_snr", "ddpm_v", "edm_sdxl")
+STABLE_DIFFUSION = ("ddpm", "ddpm_debiased", "ddpm_min_snr", "ddpm_v", "edm_sdxl")
 OBJECTIVES = tuple(
-    sorted(("adaptive", "edm", "flow_matching", "gdf", "min_snr", "rectified_flow", "v", "x0", *STABLE_DIFFUSION))
+    sorted(
+        (
+            "adaptive",
+            "debiased",
+            "edm",
+            "flow_matching",
+            "gdf",
+            "min_snr",
+            "rectified_flow",
+            "v",
+            "x0",
+            *STABLE_DIFFUSION,
+        )
+    )
 )
 
 

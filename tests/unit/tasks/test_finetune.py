@@ -22,8 +22,8 @@ class TestFinetune(TaskContract):
 
 
 OBJECTIVES = {
-    "c_tiny": ("flow_matching", "gdf", "min_snr", "rectified_flow", "v", "x0"),
-    "sd_tiny": ("ddpm_v",),
+    "c_tiny": ("debiased", "flow_matching", "gdf", "min_snr", "rectified_flow", "v", "x0"),
+    "sd_tiny": ("ddpm_debiased", "ddpm_v"),
     "sdxl_tiny": ("edm_sdxl",),
 }
 """Those that keep nothing between steps, so that a run continues with them as with any other: test_resume.py."""

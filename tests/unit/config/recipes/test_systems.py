@@ -300,7 +300,7 @@ def test_onetrainers_training_of_stage_c(tmp_path: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert "hf_secret" not in said
     assert "base_model_name: they are the model's own" in said
-    assert "huber_strength: the squared error alone" in said
+    assert "huber_strength: distance=huber, smooth_l1 or mae" in said
     assert "backup_after_unit: cadences count steps here: checkpoint.every_steps=" in said
     assert "text_encoder.train, text_encoder.learning_rate: text towers of Stable Diffusion" in said
 
