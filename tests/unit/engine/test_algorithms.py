@@ -194,6 +194,14 @@ def test_8_bit_codes_do_not_depend_on_how_rows_are_divided():
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
+def test_a_second_moment_has_all_codes_for_positive_numbers():
+    weight = nn.Parameter(torch.zeros(1, 256))
+    weight.grad = torch.linspace(0.1, 1.0, 256).sqrt().view(1, 256)
+    optimizer = spec("adamw_8bit", algorithm={"block_size": 256}).build({"weight": weight}, 1)
+    optimizer.step()
+    assert optimizer.state[weight]["exp_avg_sq_codes"].unique().numel() > 120  # half of it if one bit were for a sign
+
+
 def test_kernels_norms_and_narrow_rows_have_moments_in_fp32():
     network = Small()
     optimizer = spec("adamw_8bit").build(dict(network.named_parameters()), 1)
