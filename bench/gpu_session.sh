@@ -48,23 +48,19 @@ peer=()
 c_1b="model=c_1b train.global_batch_size"
 c_3b="model=c_3b train.global_batch_size"
 b_3b="task=reconstruction model=b_3b activation_checkpointing=true train.global_batch_size"
-measure -- task=lora $c_1b=8 compile=regional
-measure -- task=lora $c_1b=8
-measure "${peer[@]}" -- task=finetune $c_1b=16
-measure -- task=finetune $c_1b=16 compile=regional
-measure -- task=finetune $c_1b=16 model.kernels=fused
-measure -- task=finetune $c_3b=16 activation_checkpointing=true compile=regional
-measure -- task=finetune $c_3b=16 activation_checkpointing=true
-measure -- task=lora $c_3b=16 compile=regional
-measure -- $b_3b=16 compile=regional
-measure -- $b_3b=16
-measure -- task=lora model=sdxl train.global_batch_size=16
-measure -- task=controlnet filter=canny $c_3b=8
-measure -- task=finetune $c_1b=16 parallel=fsdp
 sd="task=finetune model=sd21_base activation_checkpointing=true ema.decay=0.9999 train.precision=bf16"  # as open-diffusion states: 38 and 12 images/s on an A100
-measure -- $sd model.image_size=256 train.global_batch_size=256
+measure -- task=finetune $c_3b=16 activation_checkpointing=true model.kernels=fused
 measure -- $sd model.image_size=512 train.global_batch_size=64
+measure -- task=controlnet filter=canny $c_3b=8
+measure "${peer[@]}" -- task=finetune $c_1b=16
+measure -- $b_3b=16 model.kernels=fused
+measure -- task=lora $c_3b=16 compile=regional
+measure -- $sd model.image_size=256 train.global_batch_size=256
+measure -- task=finetune $c_1b=16 parallel=fsdp
+measure -- task=lora model=sdxl train.global_batch_size=16
+measure -- task=reconstruction objective=vqgan model=a train.global_batch_size=4
 measure -- $sd model.image_size=512 train.global_batch_size=64 compile=regional
-measure -- task=lora $c_1b=8 model.kernels=fused
-measure --steps 2 -- task=reconstruction objective=vqgan model=a train.global_batch_size=4
+measure -- task=finetune $c_3b=16 activation_checkpointing=true compile=regional
+measure -- $b_3b=16 compile=regional
+measure --steps 2 -- task=lora $c_1b=8
 cat "$page"
