@@ -215,30 +215,10 @@ def test_the_kernels_launch_four_times_each_way(monkeypatch, p: float, dtype: to
 )
 def test_the_kernels_compile_for_a_gpu_that_is_not_there(monkeypatch, tmp_path, capability, p, shape) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from bench.triton_kernels import compiled_only
 
-    from cascade_train.models.cascade.networks import response_norm_triton as kernels
-
-    kinds = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int16: "*i16", torch.bool: "*i1"}
-    compiled = set()
-
-    def kind(argument: Tensor | float) -> str:
-        if isinstance(argument, Tensor):
-            return kinds[argument.dtype]
-        return "fp32" if isinstance(argument, float) else "constexpr" if argument == 1 else "i32"  # as triton does
-
-    def compile_only(kernel, grid, *arguments: Tensor | float, **flags: int) -> None:
-        """Compile what would be launched."""
-        signature = dict(zip(kernel.arg_names, [*map(kind, arguments), *["constexpr"] * len(flags)], strict=True))
-        values = dict(zip(kernel.arg_names, arguments, strict=False)) | flags
-        constants = {name: value for name, value in values.items() if signature[name] == "constexpr"}
-        made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", capability, 32))
-        assert made.asm["cubin"]
-        compiled.add(made.name)
-
-    monkeypatch.setattr(kernels, "_run", compile_only)
-    monkeypatch.setattr(module, "_kernels", lambda _: kernels)
-    measured(response_norm, torch.bfloat16, p, shape)
+    with compiled_only(capability) as made:
+        measured(response_norm, torch.bfloat16, p, shape)
+    assert all(each.asm["cubin"] for each in made)
+    compiled = {each.name for each in made}
     assert compiled == {"_square_sums", "_norms", "_apply", "_gradient_sums", "_slopes", "_apply_backward"}
