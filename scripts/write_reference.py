@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 from omegaconf import MISSING, OmegaConf
@@ -24,6 +24,7 @@ from cascade_train.commands.parts.command_line import ALIASES, Command
 from cascade_train.config.help import attribute_docs, commands, meaning_of
 from cascade_train.config.recipes.recipe import Kind, shown
 from cascade_train.config.recipes.table import SYSTEMS, load_table
+from cascade_train.config.schema import Root
 from cascade_train.data.buckets import PRESETS, Buckets, bucket_size
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +87,10 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 def keys() -> Iterator[str]:
     """Yield the table of the loop's keys, with their defaults."""
     classes, values = explained(), yaml.safe_load((CONF / "config.yaml").read_text())
-    values |= {group: yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) for group, name in CHOSEN.items()}
+    for group, name in CHOSEN.items():
+        typed = dataclasses.fields(get_type_hints(Root)[group])
+        own = {field.name: field.default for field in typed if field.default is not dataclasses.MISSING}
+        values[group] = own | yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
     yield "| Key | Default | Meaning |"
     yield "|---|---|---|"
     for name, text in classes["Root"].items():
@@ -98,7 +102,7 @@ def keys() -> Iterator[str]:
 
 
 def _row(key: str, value: Any, text: str) -> str:
-    shown = value if isinstance(value, str) else json.dumps(value)
+    shown = str(value) if isinstance(value, str) else json.dumps(value)
     return f"| `{key}` | `{shown}` | {_cell(text)} |"
 
 

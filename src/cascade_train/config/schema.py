@@ -353,9 +353,9 @@ class TrackerConfig:
     """none, or the tracker of that name."""
     project: str | None
     """Project that the run belongs to; all but tensorboard and dvclive need one."""
-    entity: str | None
+    entity: str | None = None
     """Account or team that owns the project; null = the tracker's default."""
-    mode: TrackerMode
+    mode: TrackerMode = TrackerMode.online
     """online, or offline to sync by hand later."""
 
     def __post_init__(self) -> None:

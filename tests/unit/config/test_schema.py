@@ -88,6 +88,11 @@ def whole() -> DictConfig:
     return composed("model=c_tiny", "task=lora")
 
 
+def test_what_the_files_of_a_group_have_in_common_is_the_types_default(whole: DictConfig) -> None:
+    """A run is followed as it goes, under no account that nobody named, and no start is refused."""
+    assert (whole.tracker.entity, whole.tracker.mode, whole.memory.allow_overflow) == (None, "online", False)
+
+
 @pytest.fixture
 def tiny(whole: DictConfig) -> DictConfig:
     return whole.copy()
