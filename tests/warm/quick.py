@@ -58,4 +58,5 @@ def compose_quickly() -> None:
         is_typed = any("hydra" in override for override in overrides)
         return get_mode(self, config_name, overrides) if is_own or is_typed else None
 
-    OmegaConf.load, Hydra.get_mode = staticmethod(load), mode  # type: ignore[method-assign]
+    for owner, name, quick in ((OmegaConf, "load", staticmethod(load)), (Hydra, "get_mode", mode)):
+        setattr(owner, name, quick)
