@@ -32,6 +32,8 @@ from typing import Any
 
 import pytest
 
+from tests.warm import quick
+
 gc.disable()  # until all is collected: what tests import stays
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell leaves it to what runs in its background
@@ -127,6 +129,19 @@ def _fixed_seeds() -> None:
 def _log_of_no_command() -> None:
     """Forget the level at which a command that ran in this process shows its log, so that tests see all of theirs."""
     logging.getLogger("cascade_train").setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _composes_quickly() -> None:
+    quick.compose_quickly()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _blank_charts(request: pytest.FixtureRequest) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        if "torch" in sys.modules and request.path.stem != "test_loss_charts":
+            quick.leave_charts_blank(patch.setattr)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

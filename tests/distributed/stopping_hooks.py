@@ -38,4 +38,4 @@ def interrupt_both(out: Path) -> None:
 terminate_rank_one = in_step(1, lambda: signal.raise_signal(signal.SIGTERM), rank=1)
 warn_rank_zero = in_step(4, lambda: signal.raise_signal(signal.SIGUSR1), rank=0)
 kill_rank_one = in_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL), rank=1)
-hold_rank_one = in_step(5, lambda: time.sleep(25), rank=1)
+hold_rank_one = in_step(5, lambda: time.sleep(20), rank=1)

@@ -77,11 +77,9 @@ RUNS = {
     "at_once_looked": (2, "gather_at_once look_at_averages", (*BASE, "parallel=fsdp", "validate.every_steps=1")),
     "at_once_compiled": (2, "gather_at_once compile_eagerly", (*BASE, "parallel=fsdp", "compile=regional")),
     "at_once_bf16": (2, "gather_at_once", (*BASE, "train.precision=bf16", "parallel=fsdp")),
-    "older": (2, None, (*BASE, "parallel=fsdp", "train.max_steps=2")),
-    "at_once@older": (2, "gather_at_once", (*BASE, "parallel=fsdp")),
     "bf16": (2, "look_at_dtypes", (*BASE, "train.precision=bf16", "parallel=fsdp", "activation_checkpointing=true")),
     "poisoned": (2, "poison_last_rank", (*BASE, "parallel=fsdp", "checkpoint.every_steps=1")),
-    "continued@poisoned": (1, None, (*BASE, "checkpoint.every_steps=1", "train.micro_batch_size=4")),
+    "continued@poisoned": (2, "gather_at_once", (*BASE, "parallel=fsdp", "checkpoint.every_steps=1")),
     "lora": (2, "look_at_dtypes", (*LORA, "train.precision=bf16", "parallel=fsdp")),
     "dora_alone": (1, None, DORA),
     "dora_ddp": (2, None, (*DORA, "parallel=ddp", "train.micro_batch_size=2")),
@@ -97,7 +95,7 @@ RUNS = {
     "b_fsdp": (4, "count_loading", (*B_TINY, "parallel=fsdp", "train.micro_batch_size=1")),
     "xl_alone": (1, None, XL_TINY),
     "xl_fsdp": (2, "count_loading", (*XL_TINY, "parallel=fsdp", "train.micro_batch_size=2")),
-    "xl_ddp": (4, None, (*XL_TINY, "parallel=ddp")),
+    "xl_ddp": (2, None, (*XL_TINY, "parallel=ddp")),
     "sd_control_alone": (1, None, SD_CONTROL),
     "sd_control": (2, None, (*SD_CONTROL, "parallel=fsdp", "train.micro_batch_size=2")),
 }
@@ -165,7 +163,7 @@ def test_looking_at_a_run_changes_nothing_in_it(runs):
 
 ALONE = {
     **dict.fromkeys(("hybrid", "averages", "kept_whole", "compiled", "poisoned"), "base"),
-    **dict.fromkeys(("at_once", "at_once_compiled", "older"), "base"),
+    **dict.fromkeys(("at_once", "at_once_compiled"), "base"),
     "at_once_looked": "looked",
     **dict.fromkeys(("dora_ddp", "dora_fsdp"), "dora_alone"),
     "tokens": "tokens_alone",
@@ -174,7 +172,7 @@ ALONE = {
     **dict.fromkeys(("xl_fsdp", "xl_ddp"), "xl_alone"),
     "sd_control": "sd_control_alone",
 }
-"""Runs on several ranks, and the same on one: every mode and every task on 2 and on 4 ranks."""
+"""Runs on several ranks, and the same on one: every mode and task on 2 or 4; moves: test_checkpoint_ranks.py."""
 
 EXPORTED = {
     **dict.fromkeys(("base", "looked"), "prior/prior/diffusion_pytorch_model.safetensors"),
@@ -252,11 +250,6 @@ def test_gathering_at_once_computes_in_bf16_what_units_do(runs):
     assert read_metrics(runs / "at_once_bf16") == read_metrics(runs / "bf16")
 
 
-def test_a_run_that_gathered_unit_by_unit_continues_at_once(runs):
-    assert "Continuing at step 2" in said(runs, "at_once@older")
-    assert len(read_metrics(runs / "older")) == 3
-
-
 @pytest.mark.parametrize("name", ["averages", "kept_whole", "at_once_looked"])
 def test_a_forward_sees_the_average_while_it_is_swapped_in_and_the_weights_after(runs, name):
     for rank in notes(runs, name):
@@ -295,7 +288,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_is_named_once(runs)
     assert "Traceback" not in heard
 
 
-def test_the_next_start_continues_from_the_last_good_step_on_other_ranks(runs):
+def test_the_next_start_continues_from_the_last_good_step_gathering_at_once(runs):
     heard = said(runs, "continued@poisoned")
     assert "Continuing at step 2" in heard
     assert [row["step"] for row in read_metrics(runs / "poisoned")] == [1, 2, 3]

@@ -21,7 +21,7 @@ RUNS = {
     "limited@signalled": (2, None, (*LONG, "run.max_hours=1e-6")),
     "last@signalled": (2, None, LONG),
     "killed": (2, "stopping_hooks.kill_rank_one", SHORT),
-    "held@killed": (2, "stopping_hooks.hold_rank_one", (*SHORT, "run.timeout_seconds=10")),
+    "held@killed": (2, "stopping_hooks.hold_rank_one", (*SHORT, "run.timeout_seconds=5")),
     "next@killed": (2, None, SHORT),
 }
 CODES = dict.fromkeys(("signalled", "again@signalled", "third@signalled", "limited@signalled"), 75)

@@ -79,11 +79,9 @@ def test_a_run_goes_on_from_another_folder_with_another_patience(tmp_path, monke
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("workers", "in_shapes"), [(0, False), (2, True)])
-def test_killed_after_step_three_of_eight_and_continued_gives_the_same_run(tmp_path, workers, in_shapes):
-    overrides = [*LONG, f"data.num_workers={workers}"]
-    if in_shapes:
-        overrides += [*IN_SHAPES, pictures_in_shapes(tmp_path)]
+def test_killed_after_step_three_of_eight_and_continued_gives_the_same_run(tmp_path):
+    """With workers, on pictures of several shapes; without either: test_resume_exact.py."""
+    overrides = [*LONG, "data.num_workers=2", *IN_SHAPES, pictures_in_shapes(tmp_path)]
     whole = train(tmp_path / "whole", *overrides)
     killed = tmp_path / "killed"
     done = subprocess.run(
@@ -128,7 +126,7 @@ def test_a_new_run_starts_from_a_named_checkpoint(origin, tmp_path):
 
 
 def test_adapters_in_an_untrained_network_are_warned_about(tmp_path, caplog):
-    run = train(tmp_path / "run", "task=lora", "model.weights=null", "train.max_steps=1")
+    run = train(tmp_path / "run", *SMALL_NETWORK, "task=lora", "train.max_steps=1")
     assert "its last layer begins at zero" in caplog.text
     assert read_metrics(run)[0]["grad_norm"] == 0.0
 

@@ -93,6 +93,7 @@ def trained(overrides: list[str], out: Path) -> Any:
 def main() -> None:
     """Do all runs on the host, then all on the device, which torch must know before the first backward."""
     importlib.import_module("tests.pretended.device")
+    importlib.import_module("tests.warm.quick").compose_quickly()
     folder = Path(sys.argv[1])
     runs = json.loads((folder / "runs.json").read_text())
     torch.set_num_threads(1)

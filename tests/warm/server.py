@@ -195,6 +195,9 @@ def main() -> None:
     gc.disable()  # here; what is imported stays
     gc.set_threshold(10_000, 20, 50)  # in commands: most end before there is much
     keep_imported(FIRST)
+    quicken = runpy.run_path(str(Path(__file__).with_name("quick.py")))
+    for each in ("compose_quickly", "leave_charts_blank"):
+        quicken[each]()
     train_once(folder)
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         connection, _ = listener.accept()

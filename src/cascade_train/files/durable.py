@@ -70,8 +70,12 @@ def write_durably(path: Path, text: str, *, racing: bool = False) -> None:
 
 
 def append_durably(path: Path, text: str) -> None:
-    """Append `text` (UTF-8) to the file at `path`, created if missing, and sync it to the disk."""
-    with path.open("a", encoding="utf-8") as file:
+    """Append `text` (UTF-8) to the file at `path`, created if missing, and sync it to the disk.
+
+    A pipe that nobody reads is an OSError.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)
+    with os.fdopen(handle, "a", encoding="utf-8") as file:
         file.write(text)
     sync(path)
 
