@@ -63,9 +63,12 @@ def test_cosine_time_of_the_schedules_ends_stays_inside() -> None:
     )
 
 
-def test_stable_diffusion_time_is_the_inverse_of_its_schedule() -> None:
+@pytest.mark.parametrize("options", [
+    {"linear_range": [0.00085, 0.012], "total_steps": 1000},
+    {"linear_range": [0.05, 0.5], "total_steps": 10},  # whose intervals differ
+])  # fmt: skip
+def test_stable_diffusion_time_is_the_inverse_of_its_schedule(options) -> None:
     t = torch.linspace(0, 1, 51)
-    options = {"linear_range": [0.00085, 0.012], "total_steps": 1000}
     again = ScaledLinearCondition(**options)(ScaledLinearSchedule(**options)(t))
     torch.testing.assert_close(again, t, atol=1e-4, rtol=0)
 

@@ -9,7 +9,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 
 from cascade_train.config.components import construct
 from cascade_train.errors import ConfigError
-from cascade_train.models.text_encoder import TextEncoder, causal_mask
+from cascade_train.models.text_encoder import TextEncoder, causal_mask, token_counter
 from tests.unit.models.stages import model_config
 
 CPU = torch.device("cpu")
@@ -149,6 +149,12 @@ def test_missing_sources_are_refused(tmp_path: Path) -> None:
         built(tokenizer=gone)
     with pytest.raises(ConfigError, match=r"text_encoder\.weights=.*is neither .*; null takes seeded values"):
         built(weights=gone)
+
+
+def test_tokens_are_counted_by_the_packaged_tokenizer_where_the_models_own_is_not_here() -> None:
+    counter = token_counter("nobody/nothing", "tokenizer")
+    assert "packaged tokenizer, since that of nobody/nothing is not on this machine" in counter.name
+    assert counter(["a red circle"]) == token_counter(None, None)(["a red circle"])
 
 
 def test_a_tower_and_a_tokenizer_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:

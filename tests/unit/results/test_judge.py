@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.run.lock import LOCK_NAME
 from cascade_train.errors import ConfigError
 from cascade_train.results.evaluation.judge import Judge, Purpose, Settings, check_fits, claim, locked, measurable
-from cascade_train.results.evaluation.measures import Pictures
+from cascade_train.results.evaluation.measures import Pictures, load_networks
 from cascade_train.results.evaluation.pictures import Folder
 from cascade_train.results.evaluation.published import INCEPTION
 from cascade_train.results.find import TrainedModel
@@ -152,3 +153,12 @@ def test_pictures_of_an_evaluation_that_are_no_longer_whole_are_named(tmp_path: 
         folder.picture(0).write_bytes(damaged)
         with pytest.raises(ConfigError, match="000000.png is no whole picture .*; remove it, and it is made again"):
             folder.read(0)
+
+
+def test_only_features_need_torch_fidelity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cascade_train.results.evaluation.measures.find_spec", lambda name: None)
+    monkeypatch.setattr("cascade_train.results.evaluation.measures.check_installed", lambda: None)
+    rest: dict[str, Any] = {"resize": "clean", "clip": None, "lpips": None, "device": torch.device("cpu")}
+    assert load_networks(features=None, **rest).features is None
+    with pytest.raises(ConfigError, match="features=inception: FID.* torch-fidelity, which is not installed"):
+        load_networks(features="inception", **rest)
