@@ -70,7 +70,7 @@ def with_paths_quoted(arguments: Sequence[str]) -> list[str]:
 
 
 def is_existing_path(text: str) -> bool:
-    """Return whether a text names a file or a folder; false for what no file system takes as a name."""
+    """Return whether a text names a file or a folder; false for an invalid path."""
     try:
         return bool(text) and Path(text).exists()
     except (OSError, ValueError):

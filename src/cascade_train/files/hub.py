@@ -328,8 +328,7 @@ def unavailable(origin: str, error: Exception) -> ConfigError:
     url = "" if source is None else f"https://huggingface.co/{source.repo}"
     reason = (str(error).splitlines() or [""])[0]
     return ConfigError(
-        f"{origin}: neither a path that exists here nor a hub id that could be had "
-        f"({names[0]}: {reason}); {remedy.format(url=url)}"
+        f"{origin}: not a path, and the download from the hub failed ({names[0]}: {reason}); {remedy.format(url=url)}"
     )
 
 

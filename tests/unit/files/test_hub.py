@@ -243,7 +243,7 @@ def test_a_rate_limit_above_ten_minutes_is_not_waited_for(hub, waits, headers, l
         ("owner/name@v9:prior", None, "RevisionNotFoundError.*name another revision behind the @, such as @main"),
         ("owner/other:prior", None, "RepositoryNotFoundError.*if it is private, log in"),
         ("owner/name", (401, {"X-Error-Code": "GatedRepo"}), "GatedRepoError.*accept its terms at https.*owner/name"),
-        ("owner/name", (429, {}), r"neither a path that exists here nor a hub id.*wait some minutes, or log in"),
+        ("owner/name", (429, {}), r"not a path, and the download from the hub failed.*wait some minutes, or log in"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_what_helps(hub, source, refusal, message):

@@ -45,7 +45,7 @@ class Kind(StrEnum):
     TAKEN = "Taken over"
     SAME = "The same here without it"
     UNNEEDED = "Not needed here"
-    MISSING = "Cannot be said here"
+    MISSING = "Not supported"
     UNKNOWN = "Not known, so nothing was taken from it"
     YOURS = "Left to you"
 

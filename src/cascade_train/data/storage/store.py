@@ -122,7 +122,7 @@ class LocalFiles(Store):
 
 
 class ReadAhead(Generic[T]):
-    """Reads begun before they are asked for, several at a time, for stores that answer late."""
+    """Prefetch for high-latency stores: several reads at a time, begun before they are needed."""
 
     def __init__(self, threads: int) -> None:
         self._pool = PerProcess(partial(ThreadPoolExecutor, threads))

@@ -158,7 +158,7 @@ def test_a_stop_of_onetrainers_parts_is_said_to_be_missing(tmp_path: Path, capsy
     }
     imported(tmp_path, {"train.json": onetrainer("STABLE_DIFFUSION_15", "LORA", **parts)})
     said = capsys.readouterr().out
-    assert "text_encoder.stop_training_after: what trains does so to the end" in said.partition("Cannot be said")[2]
+    assert "text_encoder.stop_training_after: what trains does so to the end" in said.partition("Not supported")[2]
     assert "unet.stop_training_after" in said.partition("The same")[2].partition("Not needed")[0]
 
 

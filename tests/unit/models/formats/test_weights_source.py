@@ -158,7 +158,7 @@ def test_a_hub_id_is_looked_for_once_where_that_is_asked(hub_cache: Path, monkey
         loaded = find_weight_files("owner/name", key="model.weights", part="prior")
         assert loaded == find_files(spec) == [file]
         assert len(asked) == 1
-        with pytest.raises(ConfigError, match="nor a hub id that could be had"):
+        with pytest.raises(ConfigError, match="not a path, and the download from the hub failed"):
             find_weight_files("owner/name", key="model.weights", part="decoder")
     assert find_files(spec) == [file]
     assert len(asked) == 3
@@ -174,7 +174,7 @@ def test_a_single_file_of_a_hub_id_is_found_offline(hub_cache: Path) -> None:
 @pytest.mark.parametrize("source", ["owner/absent", "owner/absent:prior", "owner/absent:one.safetensors"])
 @pytest.mark.usefixtures("hub_cache")
 def test_a_hub_id_that_cannot_be_had_is_refused_with_the_key_and_the_remedy(source: str) -> None:
-    with pytest.raises(ConfigError, match=f"model.weights={source}: neither a path that exists .*download it where"):
+    with pytest.raises(ConfigError, match=f"model.weights={source}: not a path, and the download .*download it where"):
         find_network(source)
 
 
