@@ -86,9 +86,9 @@ def test_numbers_of_memory_in_texts_are_those_of_the_tables():
     one, two, four, eight = split["c_3b, all weights"]
     offloaded = f"{float(least['model=c_3b task=finetune parallel.cpu_offload=true'][2]):.0f}"
     repeated = (
-        (readme, f"{least['model=c_3b task=lora train.base_weights=int8'][0]} GB for a LoRA of `c_3b` on a base in 8"),
-        (readme, f"weights in bf16, {least[f'model=c_3b {adafactor}'][0]} GB\n(`c_3b`)"),
-        (readme, f"(`c_3b`) and {least[f'model=c_1b {adafactor}'][0]} GB (`c_1b`)"),
+        (readme, f"{least['model=c_3b task=lora train.base_weights=int8'][0]} GB for a LoRA of `c_3b` on int8"),
+        (readme, f"bf16 weights, {least[f'model=c_3b {adafactor}'][0]} GB (`c_3b`)"),
+        (readme, f"(`c_3b`) and\n{least[f'model=c_1b {adafactor}'][0]} GB (`c_1b`)"),
         (lora, f"Adapters on the 3.6B take {split['c_3b, LoRA'][0]} GB"),
         (lora, f"those on the 1B {split['c_1b, LoRA'][0]} GB"),
         (scale, f"takes {one} GB, with an average of the weights on the device 82:"),
