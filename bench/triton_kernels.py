@@ -52,10 +52,8 @@ def compiled_only(capability: int) -> Iterator[list[Any]]:
         signature = dict(zip(kernel.arg_names, [*map(kind, arguments), *["constexpr"] * len(flags)], strict=True))
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | flags
         constants = {name: value for name, value in values.items() if signature[name] == "constexpr"}
-        pointers = [
-            (i,) for i, a in enumerate(arguments) if isinstance(a, Tensor) or a % 16 == 0
-        ]  # as a launch marks them
-        attributes = {place: [["tt.divisibility", 16]] for place in pointers}
+        even = [i for i, each in enumerate(arguments) if isinstance(each, Tensor) or each % 16 == 0]
+        attributes = {(place,): [["tt.divisibility", 16]] for place in even}  # as a launch marks them
         source = ASTSource(kernel, signature, constants, attributes)
         made.append(triton.compile(source, target=GPUTarget("cuda", capability, 32)))
 

@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cascade_train.config.groups import (
+    NESTED,
     did_you_mean,
     group_form,
     group_options,
@@ -279,6 +280,8 @@ def unknown_key(path: str, cause: BaseException | None) -> str:
     if node in groups():
         beside = unknown_hint(node, rest, known)
     name = path.rpartition(".")[2]
+    if f"{name}@{path}" in NESTED.values():
+        return f"{path} is unknown. {group_form(path, None)}"
     if not beside.startswith(" It is a key of "):
         near = beside if beside.startswith(" Did you mean") else ""
         same = [key for key in key_paths(plain) if key.rpartition(".")[2] == name and not key.startswith("hydra")]

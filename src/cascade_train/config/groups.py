@@ -17,6 +17,13 @@ from omegaconf import DictConfig, OmegaConf
 
 import cascade_train
 
+NESTED = {
+    "filter": "filter@task.filter",
+    "noise": "noise@objective.noise",
+    "distance": "distance@objective.distance",
+}
+"""Groups whose choice belongs to a component, and not to the root."""
+
 
 def conf_dir() -> Path:
     """Return the absolute path of `conf/`: inside an installed wheel, or beside `src/` in a checkout."""

@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from cascade_train.config.error_messages import code_of, noted, other_name
-from cascade_train.config.groups import conf_dir, groups
+from cascade_train.config.groups import NESTED, conf_dir, groups
 from cascade_train.config.overrides import HYDRAS_OWN, check_not_expanded, given_values, with_paths_quoted
 from cascade_train.config.schema import Root
 from cascade_train.config.sweep import check_launcher, is_main, sweeps_saved_redacted
@@ -137,7 +137,7 @@ def with_implied_choices(argv: Sequence[str]) -> list[str]:
     """Return `argv` with the group choices that it implies, each in the form that Hydra takes.
 
     `data.urls=` or `data.path=` alone chooses the data that reads it; `+experiment=x` is `experiment=x`, and
-    `filter=` and `noise=` are chosen where they belong; `--help` alone shows the smallest model and task.
+    `filter=`, `noise=` and `distance=` are chosen where they belong; `--help` alone shows the smallest model and task.
     """
     known = groups()
     argv = [_in_full(argument, known) for argument in argv]
@@ -199,13 +199,6 @@ def data_of_path(value: str) -> str:
 
 
 HELP = {"--help", "-h"}
-
-NESTED = {
-    "filter": "filter@task.filter",
-    "noise": "noise@objective.noise",
-    "distance": "distance@objective.distance",
-}
-"""Groups whose choice belongs to a component, and not to the root."""
 
 NO_NAME = re.compile(r"[-+]?[\d_.]+|null|true|false", re.IGNORECASE)
 """Values that Hydra's grammar does not read as a text, as the name of an option must be."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.diffusion.scaling import per_sample
-from cascade_train.options import Positive, check_fields
+from cascade_train.options import check_fields, check_within
 
 
 class Distance(abc.ABC):
@@ -22,6 +22,14 @@ class Distance(abc.ABC):
     @abc.abstractmethod
     def __call__(self, error_BCHW: Tensor, logsnr_B: Tensor) -> Tensor:
         """Return the distance, (B, C, H, W) fp32, of errors (B, C, H, W) fp32 at noise levels (B,) logSNR."""
+
+
+class MSE(Distance):
+    """The squared error, as without a distance."""
+
+    def __call__(self, error_BCHW: Tensor, logsnr_B: Tensor) -> Tensor:
+        """See `Distance`."""
+        return error_BCHW.square()
 
 
 class MAE(Distance):
@@ -39,15 +47,16 @@ class SmoothL1(Distance):
     It is `smooth_l1` of kohya's sd-scripts (library/train_util.py, conditional_loss), not torch's.
 
     Attributes:
-        delta: where an error counts as large.
+        delta: where an error counts as large, in [1e-4, 1000].
         schedule: constant = delta at each noise level; snr = it grows to 1 where there is no noise, as
             (1 - delta) / (1 + sigma)^2 + delta with sigma = exp(-logSNR / 2).
     """
 
-    delta: Positive[float]
+    delta: float
     schedule: Literal["constant", "snr"]
 
     def __post_init__(self) -> None:
+        check_within("delta", self.delta, 1e-4, 1000.0)
         check_fields(self)
 
     def __call__(self, error_BCHW: Tensor, logsnr_B: Tensor) -> Tensor:
@@ -62,7 +71,8 @@ class SmoothL1(Distance):
 
     @staticmethod
     def _linear(error_BCHW: Tensor, delta_B111: Tensor) -> Tensor:
-        return 2 * ((error_BCHW.square() + delta_B111.square()).sqrt() - delta_B111)
+        square_BCHW = error_BCHW.square()  # over a sum in place of a difference, which rounds to 0 near 0
+        return 2 * square_BCHW / ((square_BCHW + delta_B111.square()).sqrt() + delta_B111)
 
 
 class Huber(SmoothL1):

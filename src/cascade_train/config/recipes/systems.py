@@ -193,13 +193,21 @@ def _adafactor(recipe: Recipe, given: Values, table: Values) -> None:
 def _objective(recipe: Recipe, given: Values) -> None:
     """Choose the objective that says the same on the timesteps of the model."""
     wanted, weight = recipe.groups.get("objective", ""), "objective.loss_weight.gamma"
-    if wanted not in ("v", "min_snr"):
+    if wanted not in ("v", "min_snr", "debiased"):
         return
+    said = [key for key, value in VELOCITY.items() if given.get(key) == value]
+    is_velocity = bool(said) or own_objective(recipe.groups["model"]) == "ddpm_v"
+    if wanted == "debiased" and is_velocity:
+        why = "no objective has this weight where the network predicts the velocity: the loss is not weighted"
+        recipe.drop("objective", why, Kind.MISSING)
+        recipe.put(said, {"objective": "ddpm_v" if recipe.timesteps else "v"} if said else {})
+        return
+    if weight in recipe.values and fits(given, {"debiased_estimation_loss": True}):
+        recipe.note("debiased_estimation_loss", "of two weights that of min_snr_gamma alone is taken", Kind.MISSING)
     wanted = "min_snr" if weight in recipe.values else wanted  # whose target may be the velocity
     option = f"ddpm_{wanted}" if recipe.timesteps else wanted
     recipe.put({*recipe.origins["objective"], *recipe.origins.get(weight, ())}, {"objective": option})
-    said = [key for key, value in VELOCITY.items() if given.get(key) == value]
-    if wanted == "min_snr" and (said or own_objective(recipe.groups["model"]) == "ddpm_v"):
+    if wanted == "min_snr" and is_velocity:
         target = {"objective.target._target_": "cascade_train.diffusion.target.VTarget"}
         recipe.put(said or recipe.origins["objective"], {**target, "objective.loss_weight.target": "v"})
 

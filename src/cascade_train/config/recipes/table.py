@@ -107,7 +107,8 @@ def apply(recipe: Recipe, key: str, row: Any, given: Values, source: Path, *, to
         recipe.note(told, "it is not set", Kind.SAME)
     elif not fits(given, row.get("when", {})):
         needed = f"it belongs to {', '.join(row['when'])}, which is off or otherwise"
-        recipe.note(told, why or needed, kind if kind is Kind.YOURS else Kind.SAME)
+        is_yours = kind is Kind.YOURS
+        recipe.note(told, why if is_yours else needed, kind if is_yours else Kind.SAME)
     elif word(value) in map(word, same if isinstance(same, list) else [same]):
         recipe.note(told, f"{value} is what happens here", Kind.SAME)
     elif row.keys() & {"to", "values", "also", "left"}:

@@ -28,6 +28,7 @@ MIND = yaml.safe_load(MINDONE)
 EPS, BETAS = "optimizer.algorithm.eps", "optimizer.algorithm.betas"
 VELOCITY = {"noise_scheduler_training": {"params": {"prediction_type": "v_prediction"}}}
 TARGET = "cascade_train.diffusion.target.VTarget"
+HUBER = "cascade_train.diffusion.distance.Huber"
 ADAFACTOR = "cascade_train.engine.algorithms.adafactor.Adafactor"
 
 
@@ -81,6 +82,22 @@ CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("simpletuner", TUNER | {"snr_gamma": 0.0}, "snr_gamma: 0.0 is what happens here", {}),
     ("mindone", MIND | {"snr_gamma": 0}, "snr_gamma: 0 is what happens here", {}),
     ("kohya", OWN | {"min_snr_gamma": 0.0}, "min_snr_gamma: 0.0 is what happens here", {}),
+    ("kohya", OWN | {"debiased_estimation_loss": True}, "debiased_estimation_loss: objective=ddpm_debiased",
+     {"objective.loss_weight._target_": "cascade_train.diffusion.loss_weight.DebiasedLossWeight"}),
+    ("kohya", OWN | {"debiased_estimation_loss": True, "v_parameterization": True},
+     "debiased_estimation_loss: no objective has this weight where the network predicts the velocity",
+     {"objective.target._target_": TARGET, "objective.loss_weight.v": 1.0}),
+    ("kohya", OWN | {"debiased_estimation_loss": True, "min_snr_gamma": 5.0},
+     "debiased_estimation_loss: of two weights that of min_snr_gamma alone is taken",
+     {"objective.loss_weight._target_": "cascade_train.diffusion.loss_weight.MinSNRGammaLossWeight"}),
+    ("kohya", OWN | {"loss_type": "huber", "huber_c": 0.3, "huber_schedule": "constant", "huber_scale": 2.0},
+     "huber_scale: multiply objective.distance.delta by it",
+     {"objective.distance": {"_target_": HUBER, "delta": 0.3, "schedule": "constant"}}),
+    ("kohya", OWN | {"loss_type": "huber", "huber_schedule": "exponential"},
+     "huber_schedule: objective.distance.schedule=snr is taken, which falls with the noise, not with the timestep",
+     {"objective.distance": {"_target_": HUBER, "delta": 0.1, "schedule": "snr"}}),
+    ("simpletuner", TUNER | {"loss_type": "l2", "huber_c": 0.3}, "huber_c: it belongs to loss_type",
+     {"objective.distance": None}),
     ("simpletuner", TUNER | {"resolution": 1.0, "resolution_type": "area"}, "resolution: an area in millions of", {}),
     ("simpletuner", TUNER | {"backends": [BACKEND | {"resolution": 0.25, "resolution_type": "area"}]},
      "resolution: an area in millions of pixels", {}),
