@@ -102,9 +102,8 @@ class Buckets:
         return BucketTable(sizes_K2=np.array(list(sizes)), ratio_E=shape_E, bucket_E=bucket_E, distance=self.distance)
 
     def selection(self, index: Index, table: BucketTable) -> Selection:
-        """Return which samples need no more enlargement than `max_upscale`; an unknown size needs none."""
-        if self.max_upscale is None:
-            return Selection(kept=np.ones(len(index), dtype=bool), reason="")
+        """Return which samples need no more enlargement than `max_upscale`, a number; an unknown size needs none."""
+        assert self.max_upscale is not None
         width_N, height_N = index.table["width"].astype(np.int64), index.table["height"].astype(np.int64)
         scale_N = table.enlargement(table.nearest(width_N, height_N), width_N, height_N)
         reason = f"would be enlarged by more than data.buckets.max_upscale={self.max_upscale:g}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from cascade_train.batch import Batch, SampleTransform
-from cascade_train.data.index.rows import Index, content_record, first_names, split
+from cascade_train.data.index.rows import Index, first_names, rows_digest, split
 from cascade_train.data.index.selection import selected
 from cascade_train.data.loading.feed import Feed, FeedRequest, Loader
 from cascade_train.data.order.plan import permutation
+from cascade_train.data.order.position import ShapeGroups
 from cascade_train.data.sample import most_unreadable, too_many_text
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError, RunError
@@ -29,6 +31,7 @@ class Rows:
     source: Source  # opened
     index: Index  # what its `open` returned
     rows: np.ndarray  # sorted rows of the index
+    digest: str  # of them, see `rows_digest`
     transform: SampleTransform | None = None  # what the workers make of each picture for the task; None = nothing
 
     @property
@@ -36,18 +39,19 @@ class Rows:
         """Number of samples of each shape that occurs, the largest first, (K,) int64; unbounded for streams."""
         if not self.index.rows_are_samples:
             return np.array([np.iinfo(np.int64).max])
-        width_N, height_N = (self.index.table[name][self.rows] for name in ("width", "height"))
-        count_K = np.bincount(self.source.bucket_table(self.index).nearest(width_N, height_N))
+        count_K = ShapeGroups.of(self.source, self.index, self.rows, self.digest).groups.sizes
         return -np.sort(-count_K[count_K > 0])
 
     def first(self, count: int, *, seed: int) -> Rows:
         """Return `count` of the samples, drawn by the seed; all where there are no more."""
-        chosen = permutation(len(self.rows), seed, 0, "part")[:count]
-        return replace(self, rows=np.sort(self.rows[chosen]))
+        rows = np.sort(self.rows[permutation(len(self.rows), seed, 0, "part")[:count]])
+        return replace(self, rows=rows, digest=rows_digest(rows))
 
     def load(self, **options: Any) -> Feed:
         """Return the endless feed of these samples for one rank; options are those of `FeedRequest`."""
-        request = FeedRequest(index=self.index, rows=self.rows, transform=self.transform, **options)
+        request = FeedRequest(
+            index=self.index, rows=self.rows, rows_digest=self.digest, transform=self.transform, **options
+        )
         return self.source.own_feed(request) or Loader(self.source, request)
 
 
@@ -140,7 +144,7 @@ class DataSet:
     @property
     def identity(self) -> str:
         """Equal on all ranks: digests of the indexes, their content, and how many rows take part."""
-        return " ".join(f"{part.index.digest}/{content_record(part.index)}/{len(part.rows)}" for part in self._parts)
+        return " ".join(f"{part.index.digest}/{part.index.content_record}/{len(part.rows)}" for part in self._parts)
 
     def record(self) -> None:
         """See `Source.record`."""
@@ -165,32 +169,49 @@ def open_data_set(
         return DataSet(whole, _open_rows(held_out, transform))
     if share is None:
         return DataSet(whole, None)
-    training, held = (np.intersect1d(side, whole.rows) for side in split(whole.index, share))
-    if len(training) == 0 or len(held) == 0:
+
+    def divide() -> dict[str, np.ndarray]:
+        sides = zip(("training", "held"), split(whole.index, share), strict=True)
+        return _with_digests({side: np.intersect1d(rows, whole.rows) for side, rows in sides})
+
+    parts = whole.index.kept("split", f"{share!r}/{whole.digest}", divide)
+    if len(parts["training"]) == 0 or len(parts["held"]) == 0:
         raise ConfigError(
-            f"validate.share={share}: of {len(whole.rows)} samples that take part {len(training)} are left to train on"
-            f" and {len(held)} held out; both must be at least 1: change the share, or add data"
+            f"validate.share={share}: of {len(whole.rows)} samples that take part {len(parts['training'])} are left to"
+            f" train on and {len(parts['held'])} held out; both must be at least 1: change the share, or add data"
         )
-    return DataSet(replace(whole, rows=training), replace(whole, rows=held))
+    sides = (replace(whole, rows=parts[side], digest=parts[f"{side}_digest"].item()) for side in ("training", "held"))
+    return DataSet(*sides)
 
 
 def _open_rows(source: Source, transform: SampleTransform | None) -> Rows:
     index = source.open()
-    rows = np.flatnonzero(selected(index, source.selectors()))
+    kept_N = selected(index, source.selectors())
+
+    def choose() -> dict[str, np.ndarray]:
+        rows = np.flatnonzero(kept_N)
+        return {**_with_digests({"rows": rows}), "no_header": rows[index.table["width"][rows] == 0]}
+
+    parts = index.kept("rows", "" if kept_N.all() else hashlib.sha256(np.packbits(kept_N).data).hexdigest(), choose)
     if index.rows_are_samples:
-        _check_headers(index, rows, source.max_unreadable_share)
-    return Rows(source=source, index=index, rows=rows, transform=transform)
+        _check_headers(index, parts["no_header"], len(parts["rows"]), source.max_unreadable_share)
+    digest = parts["rows_digest"].item()
+    return Rows(source=source, index=index, rows=parts["rows"], digest=digest, transform=transform)
 
 
-def _check_headers(index: Index, rows: np.ndarray, share: float) -> None:
-    """Warn of pictures among the rows whose headers cannot be read; a RunError where they are too many."""
-    names = sorted({index.name(row) for row in rows[index.table["width"][rows] == 0].tolist()})
-    if len(names) > most_unreadable(len(rows), share):
+def _with_digests(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {**rows, **{f"{name}_digest": np.array(rows_digest(each)) for name, each in rows.items()}}
+
+
+def _check_headers(index: Index, rows: np.ndarray, total: int, share: float) -> None:
+    """Warn of rows, among the total, whose headers cannot be read; a RunError where they are too many."""
+    names = sorted({index.name(row) for row in rows.tolist()})
+    if len(names) > most_unreadable(total, share):
         listed = f"{first_names(names, 10)} (no header that tells the size)"
-        raise RunError(f"data: {too_many_text(len(names), len(rows), share, listed)}")
+        raise RunError(f"data: {too_many_text(len(names), total, share, listed)}")
     if names:
         _log.warning(
             "%d of %d pictures have no header that can be read: %s. Others stand in for them; a new run leaves them out"
             " by data.quarantine=<list>, which `cascade-train inspect quarantine=<list>` writes.",
-            len(names), len(rows), first_names(names),
+            len(names), total, first_names(names),
         )  # fmt: skip

@@ -125,7 +125,9 @@ class Source(abc.ABC):
     def selectors(self) -> list[RowSelector]:
         """Return what decides, by the index alone, which rows take part. Raises as `quarantine_selectors`."""
         by_size: list[RowSelector] = [partial(size_selection, self._size_filters)] if self._size_filters else []
-        by_enlargement = [lambda index: self.buckets.selection(index, self.bucket_table(index))]
+        by_enlargement: list[RowSelector] = []
+        if self.buckets.max_upscale is not None:
+            by_enlargement.append(lambda index: self.buckets.selection(index, self.bucket_table(index)))
         return [*by_size, *self.quarantine_selectors(), *by_enlargement]
 
     def own_feed(self, request: FeedRequest) -> Feed | None:

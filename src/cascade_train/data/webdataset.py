@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -22,7 +20,7 @@ from cascade_train.data.source import Source
 from cascade_train.data.storage.store import ReadAhead, Store
 from cascade_train.data.stream import Stream, StreamSpec
 from cascade_train.data.tar.files import Listings, Tar, check_urls, find_tars
-from cascade_train.data.tar.index import ShardIndex, load_shard, load_verdicts
+from cascade_train.data.tar.joined import JoinedTars
 from cascade_train.data.tar.members import PARTS, raw_sample
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.options import File, Free, Order, check_least
@@ -30,7 +28,6 @@ from cascade_train.options import File, Free, Order, check_least
 if TYPE_CHECKING:
     from cascade_train.data.loading.feed import Feed, FeedRequest
 
-_INDEXED_AT_ONCE = 8  # remote tars, each with a buffer of 8 MiB
 _READ_ACROSS_BYTES = 64 * 1024  # parts of a sample closer than this are read at once
 _log = logging.getLogger(__name__)
 
@@ -67,31 +64,38 @@ class WebDataset(Source):
 
     def open(self) -> Index:
         """See `Source.open`: index every tar, or take its index from the cache."""
-        try:
-            self._tars = [replace(tar, caption=self.caption) for tar in find_tars(self.urls, self._listings)]
-            if not all(tar.is_indexable for tar in self._tars):
-                return self._open_streams()
-            shards = self._load_shards()
-            kept = self._judge(shards) if len(self._filters) else slice(None)
-        except OSError as error:
-            raise RunError(f"data.urls: a tar cannot be read: {error}") from error
-        for tar, shard in zip(self._tars, shards, strict=True):
-            if shard.dropped.examples:
-                _log.warning("%s: left out %s", tar.item.url, shard.dropped.text())
-        table = np.concatenate([shard.table for shard in shards])
-        table["shard"] = np.repeat(np.arange(len(shards)), [len(shard.table) for shard in shards])
-        used = [part != "json" or self.captions.needs_values for part in ("image", *PARTS)]
+        joined = self.joined_tars()
+        if joined is None:
+            return self._open_streams()
+        parts, folder = joined.open()
         self._index = Index(
             shards=tuple(tar.name for tar in self._tars),
-            table=table[kept],
-            keys=np.concatenate([shard.keys for shard in shards])[kept],
+            table=parts["table"],
+            keys=parts["keys"],
+            content=parts["content"],
             filters=self._filters.identity,
-            content=combine(*np.concatenate([shard.checksums for shard in shards])[kept].T[used]),
+            folder=folder,
         )
         self._stores = list({id(tar.store): tar.store for tar in self._tars if tar.store is not None}.values())
         threads = max(store.parallel_reads for store in self._stores)
         self._ahead = ReadAhead(threads) if threads > 1 else None
         return self._index
+
+    def joined_tars(self) -> JoinedTars | None:
+        """Find the tars, whose index it then makes or reads; None where one cannot be indexed. Raises as `open`."""
+        try:
+            self._tars = [replace(tar, caption=self.caption) for tar in find_tars(self.urls, self._listings)]
+        except OSError as error:
+            raise RunError(f"data.urls: a tar cannot be read: {error}") from error
+        if not all(tar.is_indexable for tar in self._tars):
+            return None
+        return JoinedTars(
+            tars=self._tars,
+            cache_dir=self._cache_dir,
+            filters=self._filters,
+            largest_json=None if self.max_text_kib is None else self.max_text_kib * 1024,
+            used=[part != "json" or self.captions.needs_values for part in ("image", *PARTS)],
+        )
 
     def _open_streams(self) -> Index:
         """Return an index of the tars; an option that needs one of samples is refused."""
@@ -140,29 +144,6 @@ class WebDataset(Source):
     def record(self) -> None:
         """See `Source.record`: the listings of S3 prefixes."""
         self._listings.write()
-
-    def _judge(self, shards: list[ShardIndex]) -> np.ndarray:
-        """Return which samples of all shards meet the row filters, and log how many do."""
-        parts = zip(self._tars, shards, strict=True)
-        largest = None if self.max_text_kib is None else self.max_text_kib * 1024
-        verdicts = [load_verdicts(tar, shard, self._filters, self._cache_dir, largest=largest) for tar, shard in parts]
-        return self._filters.kept(np.concatenate(verdicts))
-
-    def _load_shards(self) -> list[ShardIndex]:
-        """Return each tar's index, remote ones several at a time.
-
-        In random order, so that processes that start together read different tars instead of waiting for each other.
-        """
-        load, order = partial(load_shard, cache_dir=self._cache_dir), self._tars.copy()
-        if not any(tar.is_remote for tar in order):
-            return list(map(load, order))
-        random.SystemRandom().shuffle(order)
-        for tar in order:
-            if tar.store is not None:
-                tar.store.prepare()
-        with ThreadPoolExecutor(_INDEXED_AT_ONCE) as pool:
-            shards = dict(zip(map(id, order), pool.map(load, order), strict=True))
-        return [shards[id(tar)] for tar in self._tars]
 
     def prefetch(self, rows: Sequence[int]) -> None:
         """See `Source.prefetch`: remote rows, several at a time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -56,11 +57,11 @@ def replacing(path: Path, *, racing: bool = False, durable: bool = True) -> Iter
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove from a folder what killed writers left in it: what nobody wrote to for a day."""
+    """Remove from a folder what killed writers left in it, files and folders: what nobody wrote to for a day."""
     for left in folder.glob(f"{_PARTIAL}*"):
         with suppress(OSError):
             if left.stat().st_mtime < time.time() - _DAY:
-                left.unlink()
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def write_durably(path: Path, text: str, *, racing: bool = False) -> None:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from cascade_train.assembly.components import build_component
 from cascade_train.batch import sample_seed
 from cascade_train.data.data_set import Rows, open_data_set
+from cascade_train.data.order.position import ShapeGroups
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.errors import ConfigError
 
@@ -123,11 +124,10 @@ def _places(node: Any) -> Iterator[str]:
 
 def _sizes(part: Rows) -> list[tuple[int, int, int]]:
     """Return (height, width, number of samples) of each training size, most first."""
-    width_N, height_N = (part.index.table[name][part.rows] for name in ("width", "height"))
-    table = part.source.bucket_table(part.index)
-    count_K = np.bincount(table.nearest(width_N, height_N), minlength=len(table.sizes_K2))
+    shapes = ShapeGroups.of(part.source, part.index, part.rows, part.digest)
+    count_K, sizes_K2 = shapes.groups.sizes, shapes.buckets.sizes_K2
     order = [place for place in np.argsort(-count_K, kind="stable").tolist() if count_K[place]]
-    return [(*table.sizes_K2[place].tolist(), int(count_K[place])) for place in order]
+    return [(*sizes_K2[place].tolist(), int(count_K[place])) for place in order]
 
 
 def _lengths(cfg: DictConfig, part: Rows) -> dict[str, Any]:

@@ -120,17 +120,22 @@ class RowFilters:
 
     def kept(self, verdicts: np.ndarray) -> np.ndarray:
         """Return which of (N, 1 + filters) verdicts meet every filter, (N,) bool; log how many, at least one."""
+        kept, report = self.judged(verdicts)
+        for line in report:
+            _log.info("%s", line)
+        return kept
+
+    def judged(self, verdicts: np.ndarray) -> tuple[np.ndarray, list[str]]:
+        """Return which of the verdicts meet every filter, see `kept`, and lines on how many do."""
         kept = passing(verdicts)
         total, unread = len(verdicts), int((verdicts[:, 0] != PASSED).sum())
         report = [f"{KEY} keep {kept.sum()} of {total} samples ({kept.mean():.1%}); {unread} have no readable json"]
         for each, verdict_N in zip(self.filters, verdicts[:, 1:].T, strict=True):
             passed, absent = (int((verdict_N == verdict).sum()) for verdict in (PASSED, ABSENT))
             report.append(f"{KEY} {each.name}: {passed} pass ({passed / total:.1%}), {absent} lack the key")
-        for line in report:
-            _log.info("%s", line)
         if not kept.any():
             raise ConfigError("row_filters leave no sample, so nothing can train; relax them. " + "; ".join(report))
-        return kept
+        return kept, report
 
 
 def passing(verdicts: np.ndarray) -> np.ndarray:

@@ -12,12 +12,14 @@ import hashlib
 import logging
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cascade_train.data.index.mapped import mapped
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import printable
 
@@ -30,6 +32,7 @@ ABSENT = 1
 """The checksum of a part that a sample lacks; 0 is that of what an earlier version of the library indexed: unknown."""
 
 BEGINNING_BYTES = 64 * 1024
+_KEYS_AT_ONCE = 2**16
 _BLOCKS = 64  # of an index in a record: a data set of as many samples has each of them named
 _log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class Index:
     metadata: str = ""  # identity of what metadata files say of these samples; empty = none is read
     content: np.ndarray = field(default=None)  # type: ignore[arg-type] # (N,) uint64, checksums; 0 = unknown, 1 = no files
     rows_are_samples: bool = True  # False where each row stands for a tar that can only be streamed
+    folder: Path | None = None  # where what follows from the index is kept, for large ones; None = in memory
 
     def __post_init__(self) -> None:
         if self.content is None:
@@ -62,11 +66,44 @@ class Index:
     @functools.cached_property
     def digest(self) -> str:
         """16 hex digits that change when a sample is added, removed, moved or resized."""
+        return self.kept("digest", "", lambda: {"digest": np.array(self._digest())})["digest"].item()
+
+    @functools.cached_property
+    def content_record(self) -> str:
+        """What a checkpoint keeps of the content: checksums by blocks of rows, 0 = unknown."""
+        return self.kept("content", "", lambda: {"record": np.array(self._content_record())})["record"].item()
+
+    def kept(self, name: str, identity: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """Return arrays that follow from the index and from what `identity` tells, from `folder` if they are there."""
+        if self.folder is None:
+            return make()
+
+        def write(folder: Path) -> None:
+            for key, array in make().items():
+                np.save(folder / f"{key}.npy", array)
+
+        try:
+            return mapped(self.folder / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}", write)
+        except OSError as error:
+            _log.warning("%s of the index is not kept, since %s cannot be written (%s)", name, self.folder, error)
+            return make()
+
+    def _digest(self) -> str:
         state = hashlib.sha256("\n".join(self.shards).encode())
         state.update(repr(self.table.dtype.descr).encode())
         state.update(np.ascontiguousarray(self.table).view(np.uint8).data)
-        state.update(b"\n".join(self.keys.tolist()))
+        for start in range(0, len(self), _KEYS_AT_ONCE):
+            state.update(b"\n" * (start > 0) + b"\n".join(self.keys[start : start + _KEYS_AT_ONCE].tolist()))
         return state.hexdigest()[:16]
+
+    def _content_record(self) -> str:
+        parts = (self.content[block] for block in _blocks(len(self)))
+        return " ".join(f"{zlib.crc32(part.tobytes()):08x}" if part.all() else "0" for part in parts)
+
+
+def rows_digest(rows: np.ndarray) -> str:
+    """Return 16 hex digits that change with any of the rows of an index that take part."""
+    return hashlib.sha256(np.ascontiguousarray(rows, dtype="<i8").data).hexdigest()[:16]
 
 
 def split(index: Index, share: float) -> tuple[np.ndarray, np.ndarray]:
@@ -132,15 +169,9 @@ def combine(*parts_N: np.ndarray) -> np.ndarray:
     return np.where(np.all(parts_N, axis=0), np.maximum(total_N, np.uint64(1)), np.uint64(0))
 
 
-def content_record(index: Index) -> str:
-    """Return what a checkpoint keeps of an index: checksums of its content by blocks of rows, 0 = unknown."""
-    parts = (index.content[block] for block in _blocks(len(index)))
-    return " ".join(f"{zlib.crc32(part.tobytes()):08x}" if part.all() else "0" for part in parts)
-
-
 def changed_content(index: Index, state: Mapping[str, Any]) -> list[str]:
     """Return what of the content of the same samples is known to have changed since a state was saved, for messages."""
-    now, blocks = content_record(index).split(), _blocks(len(index))
+    now, blocks = index.content_record.split(), _blocks(len(index))
     then = state.get("content", "").split() or ["0"] * len(now)
     _warn_of_unknown(all_known="0" not in then + now)
     both = zip(blocks, then, now, strict=True)

@@ -48,12 +48,12 @@ RowSelector = Callable[[Index], Selection]
 
 def selected(index: Index, selectors: Iterable[RowSelector]) -> np.ndarray:
     """Return (N,) bool, which rows every selector keeps, at least one; log how many each leaves out."""
-    kept, reports = np.ones(len(index), dtype=bool), list[str]()
+    kept, reports = np.broadcast_to(np.True_, len(index)), list[str]()
     for selection in (selector(index) for selector in selectors):
         if dropped := int((~selection.kept).sum()):
             reports.append(f"{dropped} of {len(index)} samples {selection.reason}")
             _log.info("Left out: %s.", reports[-1])
-        kept &= selection.kept
+        kept = kept & selection.kept
     if not len(index):
         raise ConfigError("data: the source has no sample. Look at what its url or path names")
     if not kept.any():

@@ -5,7 +5,6 @@ Each stream fills the same slots of every global batch, so that ranks and worker
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from cascade_train.batch import Batch
-from cascade_train.data.index.rows import changed_content, content_record
+from cascade_train.data.index.rows import changed_content
 from cascade_train.data.loading.feed import Feed, FeedRequest
 from cascade_train.data.loading.worker import MicroBatches, Results, failure
 from cascade_train.data.order.plan import Step
@@ -57,7 +56,7 @@ class StreamFeed(Feed):
         self._identity = {
             "order": f"streams-{ORDER_VERSION}",
             "index": request.index.digest,
-            "rows": hashlib.sha256(request.rows.astype("<i8").tobytes()).hexdigest()[:16],
+            "rows": request.rows_digest,
             "filters": request.index.filters or "none",
             "seed": str(request.seed),
             "streams": str(count),
@@ -104,7 +103,7 @@ class StreamFeed(Feed):
             "position": self.position,
             "identity": " ".join(f"{name}={value}" for name, value in self._identity.items()),
             "global_batch_size": self._request.global_batch_size,
-            "content": content_record(self._request.index),
+            "content": self._request.index.content_record,
             "streams": [list(known[stream]) for stream in sorted(known)],
         }
 

@@ -34,19 +34,41 @@ def permutation(count: int, seed: int, epoch: int, purpose: str) -> np.ndarray:
     return np.argsort(random_words(count, seed, epoch, purpose), kind="stable")
 
 
-class _Groups:
+class Groups:
     """Rows by bucket, within a bucket by shard: `rows[first_KS[b, s] :][: count_KS[b, s]]`."""
 
-    def __init__(self, rows: np.ndarray, shard_N: np.ndarray, bucket_N: np.ndarray, shape: tuple[int, int]) -> None:
-        self.rows = rows[np.argsort(bucket_N.astype(np.uint16), kind="stable")].astype(np.int64)
-        self.count_KS = np.bincount(bucket_N * shape[1] + shard_N, minlength=shape[0] * shape[1]).reshape(shape)
-        self.first_KS = (np.cumsum(self.count_KS) - self.count_KS.ravel()).reshape(shape)
+    def __init__(self, rows: np.ndarray, count_KS: np.ndarray) -> None:
+        self.rows, self.count_KS = rows, count_KS
+        self.first_KS = (np.cumsum(count_KS) - count_KS.ravel()).reshape(count_KS.shape)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Number of samples in each bucket, (K,)."""
+        count: np.ndarray = self.count_KS.sum(axis=1)
+        return count
+
+    def of_bucket(self, bucket: int) -> np.ndarray:
+        """Return the sorted rows of a bucket."""
+        start = int(self.first_KS[bucket, 0])
+        return self.rows[start : start + int(self.count_KS[bucket].sum())]
+
+
+def group(rows: np.ndarray, shard_N: np.ndarray, bucket_N: np.ndarray, buckets: int) -> Groups:
+    """Group sorted rows by bucket and by shard, of which `shard_N` has the number among those that occur."""
+    shape = (buckets, int(shard_N[-1]) + 1)
+    count_KS = np.bincount(bucket_N.astype(np.int64) * shape[1] + shard_N, minlength=shape[0] * shape[1]).reshape(shape)
+    return Groups(rows[np.argsort(bucket_N.astype(np.uint16), kind="stable")].astype(np.int64), count_KS)
+
+
+def shard_numbers(shards: np.ndarray) -> np.ndarray:
+    """Return the number of each row's shard among those that occur, (N,) int64; `shards` does not decrease."""
+    return np.cumsum(np.diff(shards, prepend=shards[:1]) != 0)
 
 
 class Layout:
     """The samples of one epoch by window and bucket: `end_WK` int64 up to the end of each window, `total_K` in all."""
 
-    def __init__(self, groups: _Groups, *, seed: int, epoch: int, window_shards: int, replacement: bool) -> None:
+    def __init__(self, groups: Groups, *, seed: int, epoch: int, window_shards: int, replacement: bool) -> None:
         self.epoch = epoch
         self._groups, self._seed = groups, seed
         shards = groups.count_KS.shape[1]
@@ -108,40 +130,41 @@ class Layout:
 class Layouts:
     """Every epoch's layout."""
 
-    table: BucketTable
-    shards: np.ndarray  # (N,) shard of each row of `rows`, not decreasing
-    rows: np.ndarray  # (N,) int64 rows of the index that take part, sorted; N >= 1
-    width_N: np.ndarray  # of each sample in pixels; 0 = unknown
-    height_N: np.ndarray
+    buckets: BucketTable
+    table: np.ndarray  # `Index.table`
+    rows: np.ndarray  # (N,) int64 rows of it that take part, sorted; N >= 1
+    own: Groups  # the rows by the buckets of their own shapes
     seed: int  # the run's
     window_shards: int  # shards whose samples are mixed with each other
     replacement: bool  # draw shards with replacement, as many as there are
-    random_share: float = 0.0  # of the samples, drawn anew each epoch, that go to any entry of the table
+    random_share: float = 0.0  # of the samples, drawn anew each epoch, that go to any entry of the buckets' table
 
     def __post_init__(self) -> None:
-        self.sizes_K2 = self.table.sizes_K2
+        self.sizes_K2 = self.buckets.sizes_K2
         self._moves = self.random_share > 0.0 and len(self.sizes_K2) > 1
         self.varies = self._moves or self.replacement  # whether epochs differ in how many samples a bucket has
-        self.nearest_N = self.table.nearest(self.width_N, self.height_N)  # the bucket of each sample's own shape
-        self.enlarged_N = self.table.enlargement(self.nearest_N, self.width_N, self.height_N)  # 0 = unknown
-        self._shard_N = np.cumsum(np.diff(self.shards, prepend=self.shards[0]) != 0)
-        self._groups = functools.lru_cache(maxsize=3)(self._group)
+        self._moved = functools.lru_cache(maxsize=3)(self._move)
         self.epoch = functools.lru_cache(maxsize=3)(self._lay_out)
 
     def _lay_out(self, epoch: int) -> Layout:
-        groups = self._groups(epoch if self._moves else 0)
+        groups = self._moved(epoch) if self._moves else self.own
         return Layout(
             groups, seed=self.seed, epoch=epoch, window_shards=self.window_shards, replacement=self.replacement
         )
 
-    def _group(self, epoch: int) -> _Groups:
-        bucket_N, bucket_E = self.nearest_N, self.table.bucket_E
-        if self._moves:
-            count = int(self.rows[-1]) + 1
-            draw_N = random_words(count, self.seed, epoch, "bucket/whether")[self.rows] / 2.0**64
-            entry_N = random_words(count, self.seed, epoch, "bucket/which")[self.rows] % np.uint64(len(bucket_E))
-            bucket_N = np.where(draw_N < self.random_share, bucket_E[entry_N.astype(np.int64)], bucket_N)
-        return _Groups(self.rows, self._shard_N, bucket_N, (len(self.sizes_K2), int(self._shard_N[-1]) + 1))
+    def _move(self, epoch: int) -> Groups:
+        """Group the rows after a share of them moved to other buckets."""
+        shard_N, bucket_N = self._shard_and_bucket
+        bucket_E, count = self.buckets.bucket_E, int(self.rows[-1]) + 1
+        draw_N = random_words(count, self.seed, epoch, "bucket/whether")[self.rows] / 2.0**64
+        entry_N = random_words(count, self.seed, epoch, "bucket/which")[self.rows] % np.uint64(len(bucket_E))
+        bucket_N = np.where(draw_N < self.random_share, bucket_E[entry_N.astype(np.int64)], bucket_N)
+        return group(self.rows, shard_N, bucket_N, len(self.sizes_K2))
+
+    @functools.cached_property
+    def _shard_and_bucket(self) -> tuple[np.ndarray, np.ndarray]:
+        shard_N, width_N, height_N = (self.table[name][self.rows] for name in ("shard", "width", "height"))
+        return shard_numbers(shard_N), self.buckets.nearest(width_N, height_N)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

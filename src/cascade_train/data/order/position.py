@@ -5,16 +5,18 @@ One that does not fit is refused, or, by `data.on_change=restart`, followed by a
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cascade_train.data.index.rows import changed_content, content_record
-from cascade_train.data.order.plan import ORDER_VERSION, Layouts, Plan, Start, Step
+from cascade_train.data.buckets import BucketTable
+from cascade_train.data.index.rows import Index, changed_content
+from cascade_train.data.order.plan import ORDER_VERSION, Groups, Layouts, Plan, Start, Step, group, shard_numbers
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
 
@@ -38,6 +40,42 @@ _ITEM = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
 _log = logging.getLogger(__name__)
 
 
+_AT_ONCE = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeGroups:
+    """Rows of an index by the sizes that they are trained at."""
+
+    buckets: BucketTable
+    groups: Groups
+    enlarged: int  # samples that are scaled up to cover theirs
+    enlarged_by: float  # by how much at most
+
+    @classmethod
+    def of(cls, source: Source, index: Index, rows: np.ndarray, rows_digest: str) -> ShapeGroups:
+        """Group sorted rows of the index of a source, of which a large one keeps the groups."""
+        buckets = source.bucket_table(index)
+        make = partial(_group, index.table, rows, buckets)
+        parts = index.kept("shapes", f"{rows_digest}/{buckets.identity}", make)
+        count, most = parts["enlarged"].tolist()
+        groups = Groups(parts["rows"], np.array(parts["count_KS"]))
+        return cls(buckets=buckets, groups=groups, enlarged=int(count), enlarged_by=most)
+
+
+def _group(table: np.ndarray, rows: np.ndarray, buckets: BucketTable) -> dict[str, np.ndarray]:
+    bucket_N, enlarged, most = np.empty(len(rows), dtype=np.uint16), 0, 0.0
+    for start in range(0, len(rows), _AT_ONCE):  # the memory of fp64 is of one block alone
+        part = slice(start, start + _AT_ONCE)
+        width_N, height_N = (table[name][rows[part]] for name in ("width", "height"))
+        nearest_N = buckets.nearest(width_N, height_N)
+        scale_N = buckets.enlargement(nearest_N, width_N, height_N)
+        bucket_N[part] = nearest_N
+        enlarged, most = enlarged + int((scale_N > 1).sum()), max(most, float(scale_N.max()))
+    groups = group(rows, shard_numbers(table["shard"][rows]), bucket_N, len(buckets.sizes_K2))
+    return {"rows": groups.rows, "count_KS": groups.count_KS, "enlarged": np.array([enlarged, most])}
+
+
 class Order:
     """Global batches by position, and the state of a position, of the samples of a request, at least one."""
 
@@ -48,13 +86,12 @@ class Order:
         self._leftover = "flush" if request.whole_epochs else source.leftover
         replacement = source.replacement and not request.whole_epochs
         random_share = 0.0 if request.whole_epochs else source.buckets.random_share
-        table = source.bucket_table(index)
+        self._shapes_of_rows = shapes = ShapeGroups.of(source, index, rows, request.rows_digest)
         self._layouts = Layouts(
-            table=table,
-            shards=index.table["shard"][rows],
+            buckets=shapes.buckets,
+            table=index.table,
             rows=rows,
-            width_N=index.table["width"][rows],
-            height_N=index.table["height"][rows],
+            own=shapes.groups,
             seed=request.seed,
             window_shards=source.shuffle_window_shards,
             replacement=replacement,
@@ -64,12 +101,12 @@ class Order:
         identity = {
             "order": str(ORDER_VERSION),
             "index": index.digest,
-            "rows": hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16],
+            "rows": request.rows_digest,
             "seed": str(request.seed),
             "window": str(source.shuffle_window_shards),
             "metadata": index.metadata,
             "filters": index.filters,
-            "buckets": f"{table.identity}/{random_share:g}" if len(table.sizes_K2) > 1 else "",
+            "buckets": f"{shapes.buckets.identity}/{random_share:g}" if len(shapes.buckets.sizes_K2) > 1 else "",
             "leftover": "" if self._leftover == "carry" else self._leftover,
             "replacement": "true" if replacement else "",
         }
@@ -81,9 +118,8 @@ class Order:
 
     def stand_ins(self) -> dict[tuple[int, int], np.ndarray]:
         """Return the sorted rows of each shape, (height, width), that may replace unreadable ones."""
-        shapes = map(tuple, self._layouts.sizes_K2.tolist())
-        rows = {shape: self._rows[self._layouts.nearest_N == bucket] for bucket, shape in enumerate(shapes)}
-        return {shape: own if len(own) else self._rows for shape, own in rows.items()}
+        own = {tuple(size): self._layouts.own.of_bucket(b) for b, size in enumerate(self._layouts.sizes_K2.tolist())}
+        return {shape: rows if len(rows) else self._rows for shape, rows in own.items()}
 
     def steps_of_epochs(self, epochs: int) -> int:
         """Return how many optimizer steps the first `epochs` epochs take; the last may open the next epoch."""
@@ -98,7 +134,7 @@ class Order:
             "position": position,
             "identity": " ".join(f"{name}={value}" for name, value in self._identity.items()),
             "global_batch_size": self._global_batch_size,
-            "content": content_record(self._index),
+            "content": self._index.content_record,
             "start": {"position": start.position, "epoch": start.epoch, "taken": list(start.taken)},
         }
 
@@ -132,13 +168,12 @@ class Order:
     def report(self) -> list[str]:
         """Return lines on enlarged samples, the histogram of shapes, and those that fill slowly."""
         lines = []
-        enlarged = self._layouts.enlarged_N > 1
-        if enlarged.any():
+        if enlarged := self._shapes_of_rows.enlarged:
             limit = "" if self._max_upscale is None else f", of {self._max_upscale:g} that are allowed"
-            most = self._layouts.enlarged_N.max()
-            lines.append(f"{enlarged.sum()} of {len(enlarged)} samples are enlarged, by up to {most:.2f}{limit}.")
+            most = self._shapes_of_rows.enlarged_by
+            lines.append(f"{enlarged} of {len(self._rows)} samples are enlarged, by up to {most:.2f}{limit}.")
         if len(self._layouts.sizes_K2) > 1:
-            count_K = np.bincount(self._layouts.nearest_N, minlength=len(self._layouts.sizes_K2))
+            count_K = self._layouts.own.sizes
             lines.append(f"Samples by height x width: {self._shapes(count_K, np.argsort(-count_K, kind='stable'))}.")
             slow = np.flatnonzero((count_K > 0) & (count_K < self._global_batch_size))
             if len(slow) and self._leftover != "flush":

@@ -5,11 +5,10 @@ Of the files, only their beginnings are read, and the json that filters judge.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from cascade_train.data.index.cache import (
     user_cache_dir,
     write_cache,
 )
+from cascade_train.data.index.mapped import one_at_a_time
 from cascade_train.data.index.row_filter import RowFilters
 from cascade_train.data.index.rows import ABSENT, BEGINNING_BYTES, ROW_FIELDS, checksum
 from cascade_train.data.tar.files import Tar
@@ -31,6 +31,7 @@ from cascade_train.data.tar.members import IMAGE_EXTENSIONS, PARTS, Dropped, For
 from cascade_train.errors import ConfigError
 
 TAR_FIELDS = ROW_FIELDS + [(f"{part}_{what}", "<i8") for part in ("image", *PARTS) for what in ("start", "bytes")]
+_ARRAYS = ("table", "keys", "checksums")
 _FORMAT = 2
 _ABSENT = (0, 0, 0, 0, ABSENT)
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -46,6 +47,11 @@ class ShardIndex:
     checksums: np.ndarray  # (N, 1 + len(PARTS)) int64, of the picture and the parts, see `ABSENT`
     dropped: Dropped
 
+    def equals(self, other: ShardIndex) -> bool:
+        """Return whether another index tells the same of its tar."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in _ARRAYS)
+        return self.dropped == other.dropped and all(np.array_equal(one, two) for one, two in pairs)
+
 
 def load_shard(tar: Tar, cache_dir: Path | None) -> ShardIndex:
     """Return the index of a tar that has places, from the cache if it is there, else from the headers.
@@ -53,16 +59,20 @@ def load_shard(tar: Tar, cache_dir: Path | None) -> ShardIndex:
     The cache lies in `cache_dir`, which must be writable; None = `.cascade_train_index` beside the tar if that can be
     written, else the user's cache folder, as for tars that are no local files. Raises as `scan_shard`.
     """
-    cached = _cache_file(tar, cache_dir)
+    cached = index_file(tar, cache_dir)
     shard = _cached_shard(cached)
     if shard is not None:
         return shard
-    with _lock_remote(cached, tar):
+    with one_at_a_time(cached.with_suffix(".lock")) if tar.is_remote else nullcontext():
         shard = _cached_shard(cached) or scan_shard(tar)
-        parts = {name: getattr(shard, name) for name in ("table", "keys", "checksums")}
-        dropped = np.array(json.dumps(asdict(shard.dropped)))
-        write_cache(cached, {**parts, "dropped": dropped}, required=cache_dir is not None)
+        write_shard(cached, shard, required=cache_dir is not None)
     return shard
+
+
+def write_shard(cached: Path, shard: ShardIndex, *, required: bool) -> None:
+    """Write the index of a tar to its file. Raises as `write_cache`."""
+    dropped = np.array(json.dumps(asdict(shard.dropped)))
+    write_cache(cached, {**{name: getattr(shard, name) for name in _ARRAYS}, "dropped": dropped}, required=required)
 
 
 def scan_shard(tar: Tar) -> ShardIndex:
@@ -106,7 +116,7 @@ def load_verdicts(
     """
     sizes = shard.table["json_bytes"].astype(np.int64)
     is_too_large = sizes > (np.iinfo(np.int64).max if largest is None else largest)
-    index, limit = _cache_file(tar, cache_dir), f"-{largest}" if is_too_large.any() else ""
+    index, limit = index_file(tar, cache_dir), f"-{largest}" if is_too_large.any() else ""
     cached = index.with_name(f"{index.stem}-filters-{filters.identity}{limit}.npz")
     verdicts = (read_cache(cached) or {}).get("verdicts")
     if verdicts is None or verdicts.shape != (len(shard.table), 1 + len(filters)):
@@ -126,8 +136,8 @@ def judge_shard(tar: Tar, starts: list[int], sizes: list[int], filters: RowFilte
     return verdicts
 
 
-def _cache_file(tar: Tar, cache_dir: Path | None) -> Path:
-    """Return the file of a tar's cached index; its name changes with the tar."""
+def index_file(tar: Tar, cache_dir: Path | None) -> Path:
+    """Return the file of a tar's cached index, in `cache_dir` as for `load_shard`; its name changes with the tar."""
     if cache_dir is None:
         cache_dir = user_cache_dir() if tar.is_remote else default_cache_dir(Path(tar.item.url))
     place = tar.item.url if tar.is_remote else Path(tar.item.url).resolve()
@@ -148,22 +158,6 @@ def _cached_shard(cached: Path) -> ShardIndex | None:
     except (KeyError, TypeError, ValueError) as error:
         _log.warning("cached index %s is damaged (%s); reading the tar again", cached, error)
         return None
-
-
-@contextmanager
-def _lock_remote(cached: Path, tar: Tar) -> Iterator[None]:
-    """Let one process of this machine read a remote tar while the others wait for what it keeps."""
-    if not tar.is_remote:
-        yield
-        return
-    lock = cached.with_suffix(".lock")
-    with ExitStack() as held:
-        with suppress(OSError):  # nowhere to keep anything: each reads for itself
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(held.enter_context(lock.open("a")), fcntl.LOCK_EX)
-        yield
-    with suppress(OSError):  # where nothing may be removed, the empty file stays
-        lock.unlink(missing_ok=True)
 
 
 def _member_facts(parts: Collection[str], member: Member) -> tuple[int, int, int, int, int]:

@@ -8,7 +8,6 @@ import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ import pytest
 
 from cascade_train.data.folder import Folder
 from cascade_train.data.index.cache import cache_file, read_cache, write_cache
+from cascade_train.data.index.mapped import one_at_a_time
 from cascade_train.data.parquet import Columns, Parquet
-from cascade_train.data.tar import index as tar_index
 from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import Interrupted
 from tests.unit.data import tars
@@ -35,7 +34,7 @@ def _refuse(*_: Any, **__: Any) -> None:
 def test_a_lock_that_may_not_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "unlink", _refuse)
     read = []
-    with tar_index._lock_remote(tmp_path / "a.npz", SimpleNamespace(is_remote=True)):  # type: ignore[arg-type]
+    with one_at_a_time(tmp_path / "a.lock"):
         read.append("a")
     assert read == ["a"]
     assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]

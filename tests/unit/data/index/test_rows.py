@@ -21,7 +21,6 @@ from cascade_train.data.index.rows import (
     changed_content,
     changed_rows,
     changed_samples,
-    content_record,
     split,
 )
 from cascade_train.data.mixture import Mixture, Regularised
@@ -109,7 +108,7 @@ def test_another_caption_of_the_same_length_is_another_content(make: Make, tmp_p
     assert after.digest == before.digest
     assert [after.name(row)[-5:] for row in changed] == [after.name(5)[-5:]] if make in ONE_BY_ONE else len(changed)
     text = f"the files behind data changed ({changed_samples(after, before)}); put them back"
-    assert changed_content(after, {"content": content_record(before)}) == [text]
+    assert changed_content(after, {"content": before.content_record}) == [text]
 
 
 @pytest.mark.parametrize("make", ONE_BY_ONE)
@@ -158,7 +157,7 @@ def test_another_beginning_of_a_streamed_tar_is_another_content(tmp_path: Path) 
 
 def test_samples_without_files_are_known_to_be_the_same(caplog: pytest.LogCaptureFixture) -> None:
     shapes = Shapes(**tars.ORDER, samples=3, seed=0).open()
-    assert changed_content(shapes, {"content": content_record(shapes)}) == []
+    assert changed_content(shapes, {"content": shapes.content_record}) == []
     assert not caplog.records
 
 
@@ -169,7 +168,7 @@ def million(content: np.ndarray) -> Index:
 
 def test_the_record_of_a_million_samples_is_small_and_names_a_range() -> None:
     content = np.arange(1, 1_000_001, dtype=np.uint64)
-    saved = {"content": content_record(million(content))}
+    saved = {"content": million(content).content_record}
     assert len(json.dumps(saved)) < 1000
     assert changed_content(million(content.copy()), saved) == []
     content[500_000] += 1
@@ -179,7 +178,7 @@ def test_the_record_of_a_million_samples_is_small_and_names_a_range() -> None:
 
 def test_content_that_an_earlier_version_did_not_record_is_unknown(caplog: pytest.LogCaptureFixture) -> None:
     content = np.arange(1, 129, dtype=np.uint64)
-    saved = content_record(million(content))
+    saved = million(content).content_record
     content[:1] = 0
     assert changed_content(million(content), {"content": saved}) == []
     assert [record.getMessage()[:36] for record in caplog.records] == ["Whether files of the data changed is"]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from cascade_train.data.buckets import Buckets
-from cascade_train.data.order.plan import Layouts, Plan, Start, Step, permutation, random_words
+from cascade_train.data.index.rows import ROW_FIELDS
+from cascade_train.data.order.plan import Layouts, Plan, Start, Step, group, permutation, random_words, shard_numbers
 from cascade_train.errors import ConfigError
 
 SHARDS = np.repeat(np.arange(10), [5, 1, 7, 3, 9, 2, 8, 4, 6, 5])
@@ -29,14 +30,17 @@ def layouts(
 ) -> Layouts:
     """Lay out samples whose (width, height) are `sizes`."""
     table = Buckets(multiple_px=8).table(image_size, ratios)
-    width, height = np.zeros((2, len(shards))) if sizes is None else sizes.T
+    samples = np.zeros(len(shards), dtype=ROW_FIELDS)
+    samples["shard"] = shards
+    if sizes is not None:
+        samples["width"], samples["height"] = sizes.T
     rows = np.arange(len(shards)) if rows is None else rows
+    nearest = table.nearest(samples["width"][rows], samples["height"][rows])
     return Layouts(
-        table=table,
-        shards=shards,
+        buckets=table,
+        table=samples,
         rows=rows,
-        width_N=width,
-        height_N=height,
+        own=group(rows, shard_numbers(samples["shard"][rows]), nearest, len(table.sizes_K2)),
         random_share=random_share,
         seed=seed,
         window_shards=window_shards,
@@ -136,7 +140,7 @@ def test_samples_mix_within_windows_of_shards_only() -> None:
 
 def test_a_subset_of_rows_is_kept() -> None:
     rows = np.array([0, 3, 5, 17, 18, 44, 49])
-    drawn = stream(plan(rows=rows, shards=SHARDS[rows]), 3)
+    drawn = stream(plan(rows=rows), 3)
     assert [sorted(row for epoch, row in drawn if epoch == e) for e in range(3)] == [rows.tolist()] * 3
 
 
