@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from cascade_train.__main__ import launch
+from cascade_train.data.tar import index as tar_index
+from cascade_train.data.tar import joined
+from tests.unit.data import tars
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for shard in range(5):
+        tars.write(tmp_path / f"{shard}.tar", tars.samples(range(10 * shard, 10 * shard + 4)))
+    return tmp_path
+
+
+def indexed(folder: Path, *more: str) -> int:
+    return launch(["index", f'data.urls="{folder}/{{0..4}}.tar"', "model=c_tiny", *more])
+
+
+def cached(folder: Path) -> list[str]:
+    return sorted(path.name.partition("-")[0] for path in (folder / ".cascade_train_index").iterdir())
+
+
+def test_tars_are_indexed_by_several_processes_and_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joined, "MANY_TARS", 5)
+    assert indexed(folder, "processes=2") == 0
+    assert "5 tars were indexed, 0 had an index (" in capsys.readouterr().out
+    assert cached(folder) == ["0", "1", "2", "3", "4", "joined"]
+    monkeypatch.setattr(tar_index, "scan_shard", None)
+    assert indexed(folder, "processes=1") == 0
+    assert "0 tars were indexed, 5 had an index (" in (out := capsys.readouterr().out)
+    assert "20 samples." in out
+
+
+def test_jobs_share_the_tars_and_verdicts_of_filters_are_made_too(folder: Path) -> None:
+    jobs = ("processes=1", "task_count=2", 'data.row_filters={score: "> 1"}')
+    assert indexed(folder, "task_index=0", *jobs) == 0
+    assert cached(folder) == ["0", "0", "2", "2", "4", "4"]
+    assert indexed(folder, "task_index=1", *jobs) == 0
+    assert cached(folder) == [str(shard) for shard in range(5) for _ in range(2)]
+
+
+def test_verify_indexes_a_tar_again_whose_content_changed_behind_its_size_and_time(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joined, "MANY_TARS", 5)
+    assert indexed(folder, "processes=1") == 0
+    path = folder / "3.tar"
+    content, times = path.read_bytes(), path.stat()
+    path.write_bytes(content.replace(b"picture 31", b"picture 99"))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert indexed(folder, "processes=1") == 0
+    assert indexed(folder, "processes=1", "verify=true") == 1
+    assert "1 tars were indexed, 4 are as they were indexed" in capsys.readouterr().out
+    assert indexed(folder, "processes=1", "verify=true") == 0
+    assert len(tars.webdataset(str(folder / "{0..4}.tar")).open()) == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("task_index=2", "task_count=2"), r"task_index=2 must lie in \[0, task_count=2\)"),
+        (("processes=0",), "processes=0 must be at least 1"),
+        (("data=shapes",), "data: this indexes tars that are neither piped nor compressed"),
+        (("data.urls=pipe:cat a.tar",), "data: this indexes tars that are neither piped nor compressed"),
+    ],
+)
+def test_what_cannot_be_indexed_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    data = () if any("data" in argument for argument in arguments) else ("data.urls=a.tar",)
+    assert launch(["index", "model=c_tiny", *data, *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
