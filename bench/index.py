@@ -69,7 +69,7 @@ def private_mib() -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
 
 
-def start(folder: Path, tars: int, kind: str) -> dict[str, float]:
+def start(folder: Path, tars: int, kind: str, ratios: int | None) -> dict[str, float]:
     """Open the data as a run does, find the first step and one in the middle; return seconds and MiB."""
     from cascade_train.data.data_set import open_data_set
     from cascade_train.data.tar import joined
@@ -79,7 +79,8 @@ def start(folder: Path, tars: int, kind: str) -> dict[str, float]:
         joined.MANY_TARS = sys.maxsize
     before, begin, cpu = private_mib(), time.perf_counter(), time.process_time()
     url = f"{folder}/{{000000..{tars - 1:06d}}}.tar"
-    data = open_data_set(WebDataset(urls=url, **OPTIONS), share=None, held_out=None)
+    options = OPTIONS if ratios is None else {**OPTIONS, "aspect_ratios": [1 + n / 32 for n in range(ratios)]}
+    data = open_data_set(WebDataset(urls=url, **options), share=None, held_out=None)
     opened = time.perf_counter()
     feed: Any = data.training_feed(seed=0, global_batch_size=1024, micro_batch_size=128, rank=0, ranks=8)
     feed._order.step(0)
@@ -100,9 +101,10 @@ def forget(folder: Path) -> None:
         os.close(handle)
 
 
-def measure(folder: Path, tars: int, kind: str, ranks: int = 1) -> dict[str, float]:
+def measure(folder: Path, tars: int, kind: str, ranks: int = 1, ratios: int | None = None) -> dict[str, float]:
     """Return the largest of each number over processes that start together."""
     command = [sys.executable, __file__, "--start", kind, "--folder", str(folder), "--tars", str(tars)]
+    command += [] if ratios is None else ["--ratios", str(ratios)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(ranks)]
     found = [json.loads(each.communicate()[0]) for each in running]
     return {name: max(each[name] for each in found) for name in FIELDS}
@@ -138,10 +140,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--tars", type=int)
     parser.add_argument("--samples", type=int)
+    parser.add_argument("--ratios", type=int)
     parser.add_argument("--start", choices=("memory", "mapped"))
     args = parser.parse_args()
     if args.start:
-        print(json.dumps(start(args.folder, args.tars, args.start)))
+        print(json.dumps(start(args.folder, args.tars, args.start, args.ratios)))
         return
     sizes = SIZES if args.samples is None else ((args.tars, args.samples),)
     lines = [f"| samples | tars | index | start | {' | '.join(FIELDS.values())} |", f"|{'---|' * (4 + len(FIELDS))}"]
@@ -155,9 +158,10 @@ def main() -> None:
             shutil.rmtree(folder)
     print("\n".join(lines))
     if args.out is not None:
-        head = f"Commit {commit()}, {datetime.now(UTC):%Y-%m-%d}. {os.cpu_count()} cores; `bench/index.py` says what is measured."
+        head = f"Commit {commit()}, {datetime.now(UTC):%Y-%m-%d}. {os.cpu_count()} cores."
+        what = "`bench/index.py` says what is measured."
         command = f"    python bench/index.py --out {args.out}"
-        page = ["# What a start costs against samples and tars", command, head, "\n".join(lines)]
+        page = ["# What a start costs against samples and tars", command, f"{head} {what}", "\n".join(lines)]
         args.out.write_text("\n\n".join(page) + "\n", encoding="utf-8")
 
 
