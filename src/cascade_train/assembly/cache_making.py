@@ -45,6 +45,7 @@ from cascade_train.data.loading.worker import MicroBatches, Results
 from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import FEW, RawSample, too_many_text
 from cascade_train.data.source import Source
+from cascade_train.distributed.process_group import first_device
 from cascade_train.distributed.rng import allow_tf32
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import remove_abandoned
@@ -158,7 +159,7 @@ class Encoder:
     @classmethod
     def build(cls, stage: Stage, task: Task, compute: torch.dtype, *, has_captions: bool, **form: Any) -> Encoder:
         """Build the encoders; a ConfigError for other weights, or a task of random maps."""
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = first_device()
         text = frozenset() if has_captions else frozenset(stage.caption_products.values())
         stage.left_out = stage.encodes_nothing | text
         stage.build(device=device, network_dtype=compute, frozen_dtype=compute)
@@ -168,7 +169,7 @@ class Encoder:
     def images(self, batch: Batch) -> list[dict[str, Tensor]]:
         """Return the cached tensors of each picture, by name, on the host; a mask if parts do not count."""
         assert batch.image_BCHW is not None, "pictures are read from their source"
-        image_BCHW = batch.image_BCHW.to(self.device).float() / 255
+        image_BCHW = batch.image_BCHW.to(self.device, non_blocking=True).float() / 255
         products = self.stage.make_image_products(image_BCHW)
         if self.maker is not None:
             products |= self.maker(image_BCHW, batch.to(self.device).tensors)

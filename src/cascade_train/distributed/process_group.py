@@ -84,13 +84,18 @@ def _join() -> World:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         device = _outside_of_main_thread(partial(_meet, backend))
     else:
-        device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+        device = first_device()
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if cuda:
         torch.cuda.set_device(device)
     set_timeout([], SET_UP_SECONDS)
     machine_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return World(rank=dist.get_rank(), ranks=dist.get_world_size(), machine_ranks=machine_ranks, device=device)
+
+
+def first_device() -> torch.device:
+    """Return the device of a process that works alone: the first GPU, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _outside_of_main_thread(work: Callable[[], T]) -> T:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from cascade_train.errors import RunError, unwritten
 from cascade_train.files.durable import append_durably, replacing
@@ -71,7 +72,7 @@ class MetricsLog:
     def record(self, step: int, samples_seen: int, values: Mapping[str, Tensor | float]) -> None:
         """Keep the numbers or plain () tensors of one optimizer step, equal on all ranks. Does not sync."""
         for name, value in values.items():
-            if isinstance(value, Tensor) and (type(value) is not Tensor or value.ndim != 0):
+            if isinstance(value, DTensor) or (isinstance(value, Tensor) and value.ndim != 0):
                 raise AssertionError(f"metric {name} must be a plain () tensor, not {type(value)} {tuple(value.shape)}")
         if self._samples is None:
             self.start(samples_seen)

@@ -88,8 +88,9 @@ class SampleGrid:
     def _columns(self) -> dict[str, list[Image.Image]]:
         columns: dict[str, Tensor] = {}
         with evaluated(self.phases):
-            image_BCHW = None if self.spec.image_BCHW is None else self.spec.image_BCHW.to(self.world.device)
+            image_BCHW = self.spec.image_BCHW
             if image_BCHW is not None:
+                image_BCHW = image_BCHW.to(self.world.device, non_blocking=True)
                 columns["original"] = image_BCHW
                 columns |= self.painter.beside(self.spec.captions, image_BCHW, self._generators)
             columns[self.painter.result] = self._paint(image_BCHW)

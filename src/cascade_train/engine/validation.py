@@ -100,8 +100,9 @@ class Reconstructions:
 
 def counted_samples(batch: Batch, device: torch.device) -> Tensor:
     """Return which samples count, (B,) fp32 of 0 and 1: those of weight 0 only fill a batch."""
-    weight_B = torch.ones(len(batch)) if batch.weight_B is None else batch.weight_B
-    return (weight_B > 0).to(device, torch.float32)
+    if batch.weight_B is None:
+        return torch.ones(len(batch), device=device)
+    return (batch.weight_B > 0).to(device, torch.float32, non_blocking=True)
 
 
 @dataclass(kw_only=True)

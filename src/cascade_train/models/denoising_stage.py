@@ -16,7 +16,7 @@ from cascade_train.models.formats.weights_source import WeightsSpec
 from cascade_train.models.frozen_part import FrozenTower
 from cascade_train.models.initialize import DrawnValues, InitialValues, Rule, Shares, torch_rule
 from cascade_train.models.lora import MAGNITUDE, begin_magnitudes
-from cascade_train.models.stage import Images, Stage, Tokens, product
+from cascade_train.models.stage import Images, Stage, Tokens, product, to_device
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.options import File
 
@@ -127,7 +127,7 @@ class DenoisingStage(Stage):
     def make_caption_products(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Return the `caption_products` of captions, without gradient."""
         device = self.text_encoder.module.device
-        made = self._encode_text({name: ids.to(device) for name, ids in self._tokens_of(captions).items()})
+        made = self._encode_text({name: to_device(ids, device) for name, ids in self._tokens_of(captions).items()})
         return {name: made[name] for name in self.caption_products}
 
     def _encode_text(self, tokens: Tokens) -> dict[str, Tensor]:

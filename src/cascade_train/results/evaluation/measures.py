@@ -163,7 +163,7 @@ class Pictures:
         return dict(zip(names, self._rows(of).mean(dim=0).tolist(), strict=True))
 
     def _stacked(self, images: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(images)).to(self.world.device).float() / 255
+        return torch.stack(list(images)).to(self.world.device, non_blocking=True).float() / 255
 
     def _rows(self, of: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
         """Return the rows that ranks make of their batches, by number. Collective."""

@@ -260,7 +260,8 @@ class PictureMaker:
             prompts, image_BCHW = self.work.prompts(batch), None
             size: Sequence[int] | None = None if self.sizes is None else self.sizes.painted
             if self.work.originals is not None:
-                image_BCHW = torch.stack(self.work.originals.images(batch)).to(parts.task.device).float() / 255
+                pixels_BCHW = torch.stack(self.work.originals.images(batch))
+                image_BCHW = pixels_BCHW.to(parts.task.device, non_blocking=True).float() / 255
                 size = image_BCHW.shape[-2:]
             painter, noise = build_painter(self.model.cfg, parts, size), draws(self.work.seed, prompts, "generate")
             self.folder.save(batch, painter.paint(prompts.captions, image_BCHW, noise))
