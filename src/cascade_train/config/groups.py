@@ -21,6 +21,7 @@ NESTED = {
     "filter": "filter@task.filter",
     "noise": "noise@objective.noise",
     "distance": "distance@objective.distance",
+    "times": "times@objective.times",
 }
 """Groups whose choice belongs to a component, and not to the root."""
 

@@ -136,8 +136,8 @@ def compose_root(overrides: Sequence[str], *, for_run: bool = True) -> DictConfi
 def with_implied_choices(argv: Sequence[str]) -> list[str]:
     """Return `argv` with the group choices that it implies, each in the form that Hydra takes.
 
-    `data.urls=` or `data.path=` alone chooses the data that reads it; `+experiment=x` is `experiment=x`, and
-    `filter=`, `noise=` and `distance=` are chosen where they belong; `--help` alone shows the smallest model and task.
+    `data.urls=` or `data.path=` alone chooses the data that reads it; `+experiment=x` is `experiment=x`;
+    groups of a component, such as `filter=`, are chosen there; `--help` alone shows the smallest model and task.
     """
     known = groups()
     argv = [_in_full(argument, known) for argument in argv]

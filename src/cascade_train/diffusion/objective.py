@@ -20,9 +20,10 @@ from cascade_train.diffusion.loss_weight import LossWeight, MinSNRGammaLossWeigh
 from cascade_train.diffusion.noise import Noise, PlainNoise
 from cascade_train.diffusion.noise_condition import NoiseCondition
 from cascade_train.diffusion.scaling import Scaling, per_sample
-from cascade_train.diffusion.schedule import DDPMSchedule, Schedule
+from cascade_train.diffusion.schedule import DDPMSchedule, NormalSchedule, Schedule
 from cascade_train.diffusion.scheduler_config import scheduler_config
 from cascade_train.diffusion.target import EpsilonTarget, Target, VTarget, X0Target
+from cascade_train.diffusion.times import Times
 from cascade_train.diffusion.timestep_bias import TimestepBias
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.options import check_above, check_within
@@ -71,6 +72,7 @@ class Objective(AdaptiveParts):
         input_perturbation: scale of further noise in what the network sees, but not in its target (Ning et al. 2023,
             gamma, 0.1 there); 0 = off.
         distance: what the weighted loss is made of; None = the squared error.
+        times: how training times are distributed; None = uniformly.
 
     Attributes:
         denoises: whether it trains a network to denoise latents.
@@ -90,6 +92,7 @@ class Objective(AdaptiveParts):
     noise: Noise | None = None
     input_perturbation: float = 0.0
     distance: Distance | None = None
+    times: Times | None = None
 
     def __post_init__(self) -> None:
         check_within("offset_noise", self.offset_noise, 0.0, 10.0)
@@ -97,6 +100,16 @@ class Objective(AdaptiveParts):
         check_above("shift", self.shift, 0.0)
         if self.base_latent_size is not None:
             check_above("base_latent_size", self.base_latent_size, 0.0)
+        if self.times is not None and isinstance(self.schedule, NormalSchedule):
+            raise ConfigError(
+                f"times: {type(self.schedule).__name__} has a distribution of its own: set schedule.mu and"
+                " schedule.std, or choose another schedule, as objective=rectified_flow has for flows"
+            )
+        if self.times is not None and self.timestep_bias is not None and self.timestep_bias.strategy != "none":
+            raise ConfigError(
+                f"timestep_bias.strategy={self.timestep_bias.strategy} favours some of uniform times, and times has"
+                " others: choose one of them"
+            )
         zero_snr = isinstance(self.schedule, DDPMSchedule) and self.schedule.rescale_betas_zero_snr
         if zero_snr and isinstance(self.target, EpsilonTarget):
             raise ConfigError(
@@ -131,6 +144,7 @@ class Objective(AdaptiveParts):
         """
         if self.offset_noise and offset_BC11 is None:
             raise RunError(f"offset_noise={self.offset_noise} needs normals of shape (B, C, 1, 1); pass them")
+        u_B = u_B if self.times is None else self.times(u_B)
         u_B = u_B if self.timestep_bias is None else self.timestep_bias(u_B)
         logsnr_B = self.schedule.sample(u_B, shift=self.shift_for(*x0_BCHW.shape[-2:]))
         diffused = self.diffuse_at(x0_BCHW, noise_BCHW, logsnr_B, offset_BC11)

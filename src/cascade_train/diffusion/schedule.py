@@ -191,7 +191,7 @@ class EDMSampleSchedule(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _NormalSchedule(Schedule):
+class NormalSchedule(Schedule):
     """Training noise with -logSNR / 2, which is ln(b / a), drawn from a normal distribution, without limits.
 
     As a function of t it is the schedule beside which it is a base.
@@ -211,7 +211,7 @@ class _NormalSchedule(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EDMTrainSchedule(_NormalSchedule, EDMSampleSchedule):
+class EDMTrainSchedule(NormalSchedule, EDMSampleSchedule):
     """Log-normal training noise, ln(sigma) ~ N(mu, std^2) (Karras et al. 2022, table 1).
 
     As a function of t it is `EDMSampleSchedule`.
@@ -219,7 +219,7 @@ class EDMTrainSchedule(_NormalSchedule, EDMSampleSchedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogitNormalSchedule(_NormalSchedule, RectifiedFlowSchedule):
+class LogitNormalSchedule(NormalSchedule, RectifiedFlowSchedule):
     """Logit-normal training times of a rectified flow, logit(t) ~ N(mu, std^2) (Esser et al. 2024, eq. 19).
 
     As a function of t it is `RectifiedFlowSchedule`.

@@ -35,6 +35,7 @@ CHOSEN: list[dict[str, Any]] = yaml.safe_load((FOLDER / "chosen.yaml").read_text
 MOUNTS = {
     "noise": "objective.noise.",
     "distance": "objective.distance.",
+    "times": "objective.times.",
     "filter": "task.filter.",
     "hydra": "hydra.launcher.",
 }

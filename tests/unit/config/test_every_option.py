@@ -89,7 +89,12 @@ NEEDED = {
 }
 """Options that leave something to the user, and the least that they need."""
 
-MOUNTED = {"noise": "noise@objective.noise", "distance": "distance@objective.distance", "filter": "filter@task.filter"}
+MOUNTED = {
+    "noise": "noise@objective.noise",
+    "distance": "distance@objective.distance",
+    "times": "times@objective.times",
+    "filter": "filter@task.filter",
+}
 """Groups whose options go into another node, and how they are chosen there."""
 
 SCORED_ALONE = {("stage_c", "reconstruction"): ["objective=preview"]}

@@ -28,6 +28,7 @@ MIND = yaml.safe_load(MINDONE)
 EPS, BETAS = "optimizer.algorithm.eps", "optimizer.algorithm.betas"
 VELOCITY = {"noise_scheduler_training": {"params": {"prediction_type": "v_prediction"}}}
 TARGET = "cascade_train.diffusion.target.VTarget"
+TIMES = "cascade_train.diffusion.times"
 HUBER = "cascade_train.diffusion.distance.Huber"
 ADAFACTOR = "cascade_train.engine.algorithms.adafactor.Adafactor"
 
@@ -50,6 +51,12 @@ CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("onetrainer", OT | {"resolution": "512,768,1024"}, "resolution: 512,768,1024 are several sizes that train side",
      {}),
     ("onetrainer", OT | {"resolution": "512x768"}, "resolution: model.image_size=640", {"model.image_size": 640}),
+    ("onetrainer", OT | {"timestep_distribution": "LOGIT_NORMAL", "noising_bias": -0.5, "noising_weight": 0.2},
+     "timestep_distribution: times@objective.times=logit_normal",
+     {"objective.times": {"_target_": f"{TIMES}.LogitNormalTimes", "mean": -0.5, "std": 1.2}}),
+    ("onetrainer", OT | {"timestep_distribution": "HEAVY_TAIL", "noising_weight": 1.3},
+     "timestep_distribution: add times=mode", {"objective.times": None}),
+    ("onetrainer", OT | {"timestep_distribution": "SIGMOID"}, "timestep_distribution: times= is logit_normal", {}),
     ("onetrainer", OT | {"model_type": "FLUX_DEV_1", "base_model_name": "b/flux"},
      "model: model_type=FLUX_DEV_1 is none of the families here | those of another model", {}),
     ("simpletuner", TUNER | {"model_family": "flux", "pretrained_model_name_or_path": "b/flux"},
