@@ -58,7 +58,11 @@ def test_verify_indexes_a_tar_again_whose_content_changed_behind_its_size_and_ti
     path.write_bytes(content.replace(b"picture 31", b"picture 99"))
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert indexed(folder, "processes=1") == 0
+    other = str(folder / "{2..3}.tar")
+    monkeypatch.setattr(joined, "MANY_TARS", 2)
+    stale = tars.webdataset(other).open().content_record
     assert indexed(folder, "processes=1", "verify=true") == 1
+    assert tars.webdataset(other).open().content_record != stale
     assert "1 tars were indexed, 4 are as they were indexed" in capsys.readouterr().out
     assert indexed(folder, "processes=1", "verify=true") == 0
     assert len(tars.webdataset(str(folder / "{0..4}.tar")).open()) == 20

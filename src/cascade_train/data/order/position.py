@@ -37,10 +37,8 @@ _REMEDIES = {
 }
 _ITEM = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
 """A name and its value, in which there may be spaces: joined sources have the filters of each."""
-_log = logging.getLogger(__name__)
-
-
 _AT_ONCE = 2**20
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import functools
 import glob
 import hashlib
 import logging
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -81,10 +82,7 @@ class JoinedTars:
             else:
                 pool = stack.enter_context(ProcessPoolExecutor(processes, mp_context=get_context("spawn")))
                 done = (job.result() for job in as_completed([pool.submit(remake, each) for each in alone]))
-            for changed in done:
-                if changed:
-                    shutil.rmtree(self.folder, ignore_errors=True)  # it holds what the tar was
-                yield changed
+            yield from done
 
     def _index_one(self, *, again: bool) -> bool:
         """Index the only tar. See `index`."""
@@ -96,6 +94,8 @@ class JoinedTars:
             if again and not changed and not shard.equals(found := scan_shard(tar)):
                 for verdicts in file.parent.glob(f"{glob.escape(file.stem)}-filters-*"):
                     verdicts.unlink(missing_ok=True)
+                for joined in file.parent.glob("joined-*"):  # one of them, and others, hold what the tar was
+                    shutil.rmtree(joined, ignore_errors=True)
                 write_shard(file, found, required=True)
                 changed, shard = True, found
             if len(self.filters):
@@ -122,6 +122,8 @@ class JoinedTars:
         def allocate(name: str, dtype: Any, count: int) -> np.ndarray:
             file = folder / f"{name}.npy"
             array: np.ndarray = np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=(count,))
+            with file.open("r+b") as opened:  # on a full disk an error here, not a signal when it is written
+                os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
             return array
 
         parts = self._joined(self._load, allocate)

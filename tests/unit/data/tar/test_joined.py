@@ -233,6 +233,21 @@ def test_a_folder_that_may_be_read_alone_serves_what_it_holds(
 
 
 @pytest.mark.usefixtures("many")
+def test_a_full_disk_is_no_reason_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    index = tars.webdataset(sized(tmp_path)).open()
+    assert (len(index), index.folder) == (40, None)
+    assert "No space left on device" in caplog.text
+    assert not cached(tmp_path)
+    assert not cached(tmp_path, ".partial-*")
+
+
+@pytest.mark.usefixtures("many")
 def test_a_tar_that_cannot_be_read_is_no_matter_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError(5, "Input/output error")
