@@ -109,6 +109,7 @@ def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase
     fill(parts.stage, torch.device("cpu") if cfg.parallel.cpu_offload else world.device)
     for phase in phases:
         refuse_meta(phase.modules)
+    parts.optimizer.check_lr_factors([name for phase in phases for name in trainable_parameters(phase)])
     return [bind(cfg, phase, parts) for phase in phases]
 
 
@@ -179,6 +180,7 @@ def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
         optimizer=spec.build(parameters, cfg.train.global_batch_size, seed=cfg.run.seed, lrs=phase.lrs),
         base_lr=spec.base_lr(cfg.train.global_batch_size),
         lrs={root: spec.base_lr(cfg.train.global_batch_size, lr) for root, lr in phase.lrs.items()},
+        lr_factor=spec.lr_factor,
         lr_schedule=parts.lr_schedule,
         ema=ema,
         max_grad_norm=cfg.train.max_grad_norm,

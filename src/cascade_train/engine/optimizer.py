@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
+import regex
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -61,6 +63,8 @@ class OptimizerSpec:
         weight_decay: of the weights that `decay` names.
         algorithm: called with parameter groups, e.g. a partial of `torch.optim.AdamW`.
         decay: "matrices" and kernels alone, not norms, biases, response norms and tokens; "all" as in the original.
+        lr_factors: pairs of a regular expression and a factor on the learning rate, above 0; the first that is found in
+            a weight's name counts, such as `network.down_blocks.0.1.attention.to_q.weight`. null = 1 for all.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class OptimizerSpec:
         weight_decay: float,
         algorithm: Callable[..., Optimizer],
         decay: Literal["matrices", "all"] = "matrices",
+        lr_factors: list[list[Any]] | dict[str, float] | None = None,
     ) -> None:
         made = self.made = getattr(algorithm, "func", algorithm)
         if made in REFUSED:
@@ -104,6 +109,21 @@ class OptimizerSpec:
         self.weight_decay = weight_decay
         self.algorithm = algorithm
         self.decay_all = decay == "all"
+        self.lr_factors = _checked(lr_factors or {})
+
+    def lr_factor(self, name: str) -> float:
+        """Return the factor on the learning rate of a weight; a ConfigError where an expression takes too long."""
+        return next((factor for pattern, factor in self.lr_factors.items() if _is_found(pattern, name)), 1.0)
+
+    def check_lr_factors(self, names: Sequence[str]) -> None:
+        """Raise a ConfigError where an expression is found in no name of a weight that trains."""
+        for pattern in self.lr_factors:
+            if not any(_is_found(pattern, name) for name in names):
+                shown = ", ".join(names[:: max(1, len(names) // 3)][:3])
+                raise ConfigError(
+                    f"optimizer.lr_factors: {pattern!r} is found in no name of the {len(names)} weights that train;"
+                    f" they are such as {shown}"
+                )
 
     def base_lr(self, global_batch_size: int, lr: float | None = None) -> float:
         """Return the learning rate before the schedule, of what has its own or of all else."""
@@ -120,9 +140,10 @@ class OptimizerSpec:
     ) -> Optimizer:
         """Return the algorithm over two groups, with and without weight decay; empty groups are left out. Collective.
 
-        A root, the first part of a name, that is in `lrs` has two groups of its own, with that learning rate. An
-        elementwise algorithm gets the `shard_of` each parameter. Weights in bf16 are rounded stochastically. A
-        ConfigError where the algorithm refuses these parameters, or needs whole weights and they are sharded.
+        A root, the first part of a name, that is in `lrs` has two groups of its own, with that learning rate, as has
+        each of the `lr_factors`. An elementwise algorithm gets the `shard_of` each parameter. Weights in bf16 are
+        rounded stochastically. A ConfigError where the algorithm refuses these parameters, or needs whole weights and
+        they are sharded.
         """
         from torch.distributed.tensor import DTensor  # these take a second
 
@@ -134,10 +155,12 @@ class OptimizerSpec:
         kept = {name: p for name, p in parameters.items() if name not in decayed}
         roots = {name: next((root for root in lrs if name.startswith(f"{root}.")), None) for name in parameters}
         groups: list[dict[str, Any]] = []
-        for root in (None, *lrs):
-            rate = {} if root is None else {"lr": self.base_lr(global_batch_size, lrs[root])}
+        factors = {name: self.lr_factor(name) for name in parameters}
+        for root, factor in itertools.product((None, *lrs), dict.fromkeys((1.0, *self.lr_factors.values()))):
+            own = None if root is None else lrs[root]
+            rate = {} if root is None and factor == 1.0 else {"lr": factor * self.base_lr(global_batch_size, own)}
             for each, decay in ((decayed, self.weight_decay), (kept, 0.0)):
-                chosen = {name: p for name, p in each.items() if roots[name] == root}
+                chosen = {name: p for name, p in each.items() if (roots[name], factors[name]) == (root, factor)}
                 groups += [{"params": self._list(chosen), "weight_decay": decay, **rate}] if chosen else []
         name = getattr(self.made, "__name__", self.algorithm)
         try:
@@ -147,9 +170,10 @@ class OptimizerSpec:
             raise ConfigError(
                 f"optimizer.algorithm={name} cannot train these weights: {reason}. Remedy: {OTHER}"
             ) from error
-        if lrs and isinstance(optimizer, Estimating):
+        if (lrs or self.lr_factors) and isinstance(optimizer, Estimating):
+            key = f"model.{next(iter(lrs))}.lr" if lrs else "optimizer.lr_factors"
             raise ConfigError(
-                f"optimizer.algorithm={name} estimates one learning rate for all weights: model.{next(iter(lrs))}.lr "
+                f"optimizer.algorithm={name} estimates one learning rate for all weights: {key} "
                 "has no effect. Set that to null, or choose another algorithm, such as torch.optim.AdamW"
             )
         if any(p.dtype == torch.bfloat16 for p in parameters.values()):
@@ -219,6 +243,28 @@ class OptimizerSpec:
         except RuntimeError:
             return False
         return True
+
+
+def _checked(lr_factors: list[list[Any]] | dict[str, float]) -> dict[str, float]:
+    try:
+        factors = dict(lr_factors)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optimizer.lr_factors={lr_factors} must be pairs, as in [[attention, 0.5]].") from error
+    for pattern, factor in factors.items():
+        if not 0 < factor < math.inf:
+            raise ValueError(f"optimizer.lr_factors: {pattern!r} has the factor {factor}, which must be above 0.")
+        try:
+            regex.compile(pattern)
+        except regex.error as error:
+            raise ValueError(f"optimizer.lr_factors: {pattern!r} is no regular expression: {error}.") from error
+    return factors
+
+
+def _is_found(pattern: str, name: str) -> bool:
+    try:
+        return regex.search(pattern, name, timeout=1.0) is not None
+    except TimeoutError as error:
+        raise ConfigError(f"optimizer.lr_factors: {pattern!r} takes too long on {name}; simplify it") from error
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:

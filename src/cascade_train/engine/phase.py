@@ -6,7 +6,7 @@ Shape legend: G samples of the global batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -51,7 +51,8 @@ class BoundPhase:
     """One phase of the run: its loss, and the update that follows from it.
 
     The modules of `phase` are sharded already. `base_lr` is the learning rate before the schedule, `lrs` that of roots
-    with their own, by name; gradients are scaled down above the global norm `max_grad_norm`, None = never.
+    with their own, by name, and `lr_factor` tells the factor on it of a weight, by name; gradients are scaled down
+    above the global norm `max_grad_norm`, None = never.
     """
 
     phase: Phase
@@ -62,6 +63,7 @@ class BoundPhase:
     ema: Ema | None
     max_grad_norm: float | None
     lrs: Mapping[str, float] = field(default_factory=dict)
+    lr_factor: Callable[[str], float] = field(default=lambda _: 1.0)
 
     def __post_init__(self) -> None:
         self.roots = list(self.phase.modules.values())
@@ -73,8 +75,9 @@ class BoundPhase:
         self._updated = {name: p if id(p) in ours else shard_of(p) for name, p in self.parameters.items()}
         names = {id(p): name for name, p in self._updated.items()}
         self._names = [names[id(p)] for p in held]
-        firsts = [names[id(group["params"][0])].partition(".")[0] for group in self.optimizer.param_groups]
-        self._base_lrs = [self.lrs.get(root, self.base_lr) for root in firsts]
+        firsts = [names[id(group["params"][0])] for group in self.optimizer.param_groups]
+        roots = (name.partition(".")[0] for name in firsts)
+        self._base_lrs = [self.lr_factor(n) * self.lrs.get(r, self.base_lr) for n, r in zip(firsts, roots, strict=True)]
         if self.phase.start_step > 1:
             self._begun = progress(self.optimizer)
             self._was_empty = not self.optimizer.state

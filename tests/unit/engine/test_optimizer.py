@@ -1,6 +1,7 @@
 """What decays, how the rate scales, and that an update can be withheld."""
 
 import inspect
+import math
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -329,6 +330,69 @@ def test_a_root_has_a_learning_rate_of_its_own_under_the_same_schedule(world):
     for name, parameter in named.items():
         rate = 0.4 if name.startswith("text_encoder.") else 4.0
         torch.testing.assert_close(parameter.detach(), before[name] - rate * factor)
+
+
+def test_weights_have_a_factor_on_their_learning_rate_by_the_first_expression_found_in_their_name(world):
+    modules = {"network": nn.ModuleDict({"down": nn.Linear(3, 2), "up": nn.Linear(2, 3)}), "text": nn.Linear(3, 2)}
+    phase = Phase(name="train", modules=modules, units=dict.fromkeys(modules, []), loss=None, lrs={"text": 0.1})
+    named = trainable_parameters(phase)
+    given = spec(
+        lr=1.0, algorithm=torch.optim.SGD, weight_decay=0.0, lr_factors={r"\.up\..*bias$": 3.0, r"up|^text": 0.5}
+    )
+    given.check_lr_factors(list(named))
+    optimizer = given.build(named, global_batch_size=1, lrs=phase.lrs)
+    bound = BoundPhase(
+        phase,
+        optimizer=optimizer,
+        base_lr=1.0,
+        lrs={"text": 0.1},
+        lr_factor=given.lr_factor,
+        lr_schedule=ConstantSchedule(warmup_steps=2),
+        ema=None,
+        max_grad_norm=None,
+    )
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    factor = bound.update(1, 10, torch.zeros(()))["lr"]
+    wanted = {
+        "network.down.weight": 1.0, "network.down.bias": 1.0, "network.up.weight": 0.5, "network.up.bias": 3.0,
+        "text.weight": 0.05, "text.bias": 0.05,
+    }  # fmt: skip
+    assert named.keys() == wanted.keys()
+    for name, parameter in named.items():
+        torch.testing.assert_close(parameter.detach(), before[name] - wanted[name] * factor)
+
+
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        ({"a(": 1.0}, r"optimizer\.lr_factors: 'a\(' is no regular expression: missing \)"),
+        ([["a"]], r"optimizer\.lr_factors=\[\['a'\]\] must be pairs, as in"),
+        ({"a": 0.0}, r"optimizer\.lr_factors: 'a' has the factor 0\.0, which must be above 0"),
+        ({"a": math.nan}, r"'a' has the factor nan"),
+    ],
+)
+def test_factors_that_are_none_are_refused(factors, message):
+    with pytest.raises(ValueError, match=message):
+        spec(lr_factors=factors)
+
+
+def test_an_expression_that_is_found_in_no_name_is_refused_with_some_that_there_are():
+    with pytest.raises(
+        ConfigError, match=r"'up_block' is found in no name of the 2 weights .* such as net\.down\.weight"
+    ):
+        spec(lr_factors={"down": 2.0, "up_block": 0.5}).check_lr_factors(["net.down.weight", "net.down.bias"])
+    endless = spec(lr_factors={"(a|aa)+$": 2.0})
+    with pytest.raises(ConfigError, match=r"optimizer\.lr_factors: '\(a\|aa\)\+\$' takes too long on aaa"):
+        endless.lr_factor("a" * 60 + "b")
+
+
+def test_an_algorithm_that_estimates_the_learning_rate_has_no_factors_on_it():
+    with pytest.raises(ConfigError, match=r"EstimatingSgd estimates one .*: optimizer\.lr_factors has no effect"):
+        spec(algorithm=EstimatingSgd, lr_factors={"weight": 2.0}).build(
+            {"weight": nn.Parameter(torch.ones(2, 2))}, global_batch_size=1
+        )
 
 
 def test_an_algorithm_that_estimates_the_learning_rate_has_none_of_a_root():
