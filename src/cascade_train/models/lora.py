@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -271,6 +272,19 @@ def adapted_layers(network: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in network.named_modules():
         if isinstance(module, LoraLayer):
             yield name, module
+
+
+@contextmanager
+def without_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let adapted modules compute what their base does. What trains stays as it is, unlike with peft's own method."""
+    layers = [layer for module in modules for _, layer in adapted_layers(module)]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def assert_only_adapters_train(network: nn.Module) -> None:

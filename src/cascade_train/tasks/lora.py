@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from cascade_train.diffusion.objective import Objective
+from cascade_train.batch import Batch
+from cascade_train.diffusion.objective import Diffused, Objective
 from cascade_train.errors import ConfigError
 from cascade_train.models.formats.export_lora import save_lora
 from cascade_train.models.formats.lora_files import fill_adapters, refill_lora
@@ -25,13 +26,14 @@ from cascade_train.models.lora import (
     lora_spec,
     set_adapter_mode,
     tower_name,
+    without_adapters,
 )
 from cascade_train.models.stage import Stage, below
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.models.tokens import put_tokens, train_tokens, trained_tokens
 from cascade_train.options import File, Positive, check_least
 from cascade_train.tasks.base import Export
-from cascade_train.tasks.text_to_image import TextToImage
+from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage
 
 
 @dataclass(kw_only=True, eq=False)
@@ -53,6 +55,9 @@ class LoRA(TextToImage):
             initialised with the mean of the vocabulary's entries that the regular expression matches;
             `['^snail', null]` trains the matched entries. null = none.
         weights: adapters to start from: a run, its export, a peft folder or a file, with their tokens; null = new ones.
+        preserve: pairs of words, `[[fernando, dog]]`: under captions with the second for the first, what the base
+            predicts without adapters is trained too, so that dogs stay as they are. null = none.
+        preserve_weight: of that loss beside the objective's, > 0.
         seed: of the adapters' initial values.
     """
 
@@ -70,6 +75,8 @@ class LoRA(TextToImage):
     seed: int
     init: Literal["kaiming", "original"] = "kaiming"
     joint_qkv: bool = False
+    preserve: list[list[str]] | None = None
+    preserve_weight: Positive[float] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,6 +85,9 @@ class LoRA(TextToImage):
             raise ValueError(f"dropout={self.dropout}: is a probability on the adapters' input, give one in [0, 1)")
         if self.train_tokens == []:
             raise ValueError("train_tokens=[]: names no token; give pairs like ['[fernando]', '^dog</w>'], or null")
+        if self.preserve is not None and not all(len(pair) == 2 and pair[0] for pair in self.preserve or [[]]):
+            raise ValueError(f"preserve={self.preserve}: give pairs of words, such as [[fernando, dog]], or null")
+        self._preserved = 0  # samples whose captions had the words
         self._spec: LoraSpec
         self._encoders: dict[str, TextEncoder]
         self._named: frozenset[str] = frozenset({"text_encoder"})
@@ -106,8 +116,52 @@ class LoRA(TextToImage):
                 train_tokens(encoder, self.train_tokens)
         if self.weights is not None:
             self._load(self.weights, key="task.weights")
+        if self.preserve is not None and self._named & stage.left_out:
+            raise ConfigError(
+                "task.preserve: the cache holds what the text encoder made of captions, and not of those with other"
+                " words; make the cache with captions=false"
+            )
         self._spec = lora_spec(stage.network)
         self.trains_conditions = bool(self.trained_towers())
+
+    def prepare_batch(self, batch: Batch) -> PreparedBatch:
+        """See `TextToImage`; the captions with other words too, where these are preserved."""
+        prepared = super().prepare_batch(batch)
+        if self.preserve is None:
+            return prepared
+        captions = list(batch.captions)
+        for words, others in self.preserve:
+            captions = [caption.replace(words, others) for caption in captions]
+        self._preserved += sum(one != other for one, other in zip(captions, batch.captions, strict=True))
+        return replace(prepared, other_tokens=self._tokens(captions))
+
+    def further_losses(self, prepared: PreparedBatch, diffused: Diffused) -> Mapping[str, Tensor]:
+        """Return `loss_preserve`, how far the adapters move what the base predicts under the other captions.
+
+        0 where a caption stays the same. After ai-toolkit's differential output preservation; the target is the base's
+        own prediction at the noise of the sample, in the objective's loss.
+        """
+        if prepared.other_tokens is None:
+            return {}
+        with torch.no_grad(), without_adapters(self._roots().values()):
+            images = prepared.images
+            cond = self._conditions(prepared, prepared.other_tokens, images)
+            target_BCHW = self._predict(diffused.noised, diffused.timestep_ratio_B, cond, None).float()
+        with torch.set_grad_enabled(self.trains_conditions):
+            cond = self._conditions(prepared, prepared.other_tokens, images)
+        pred_BCHW = self._predict(diffused.noised, diffused.timestep_ratio_B, cond, None)
+        loss_B, _ = self.objective.loss(pred_BCHW, replace(diffused, target=target_BCHW), prepared.mask_B1HW)
+        differs = [(prepared.tokens[name] != each).flatten(1).any(1) for name, each in prepared.other_tokens.items()]
+        return {"loss_preserve": self.preserve_weight * loss_B * torch.stack(differs).any(0)}
+
+    def notices(self, *, last: bool = False) -> list[str]:
+        """See `TextToImage`; and whether the words that are preserved were in any caption."""
+        unused = last and self.preserve is not None and not self._preserved
+        words = ", ".join(pair[0] for pair in self.preserve or ())
+        return [
+            *super().notices(last=last),
+            *([f"no caption had the words of task.preserve: {words}"] if unused else []),
+        ]
 
     def trained_towers(self) -> dict[str, TextEncoder]:
         """Return the text encoders in which something trains, by name."""

@@ -42,6 +42,7 @@ class PreparedBatch:
         cached: products of the images, from a cache.
         mask_B1HW: (B, 1, H, W) fp32 in [0, 1], weight of each place of the latents; None = 1 everywhere.
         perturbation_BCHW: (B, C, H, W) fp32 standard normal; None = the objective does not perturb its input.
+        other_tokens: of the captions with other words, as a task may need them; None = none.
     """
 
     image_BCHW: Tensor | None
@@ -56,6 +57,7 @@ class PreparedBatch:
     cached: Products = field(default_factory=dict)
     mask_B1HW: Tensor | None = None
     perturbation_BCHW: Tensor | None = None
+    other_tokens: Tokens | None = None
 
     @property
     def images(self) -> Images:
@@ -126,7 +128,7 @@ class TextToImage(Task):
 
     def prepare_batch(self, batch: Batch) -> PreparedBatch:
         """Draw noise level, noise and dropped conditions, tokenize, and copy to the device."""
-        objective, shape, further = self.objective, self._latent_shape(batch), dict[str, Tensor]()
+        objective, shape, further = self.objective, self._latent_shape(batch), dict[str, Any]()
         if objective.offset_noise:
             further["offset_BC11"] = self._copy(batch.normal("offset_noise", (shape[0], 1, 1)))
         if objective.input_perturbation:
@@ -158,10 +160,8 @@ class TextToImage(Task):
         """Return the weighted loss (B,), and `loss_raw` and `logsnr` (B,) as report. Does not sync."""
         with torch.no_grad():
             images = prepared.images
-            tokens = self._drop(prepared.tokens, prepared.drop_caption_B)
-            shown = images if self._image_keep_prob > 0.0 else None
             with torch.set_grad_enabled(self.trains_conditions):
-                cond = self.stage.conditions(tokens, shown, prepared.keep_image_B, prepared.drawn)
+                cond = self._conditions(prepared, prepared.tokens, images)
             x0_BCHW = self.stage.training_latents(images, prepared.drawn)
             noise = (prepared.noise_BCHW, prepared.timestep_B, prepared.offset_BC11)
             further = {} if prepared.perturbation_BCHW is None else {"perturbation_BCHW": prepared.perturbation_BCHW}
@@ -171,7 +171,19 @@ class TextToImage(Task):
         loss_B, loss_raw_B = self._losses(pred_BCHW, diffused, prepared)
         self.objective.after_micro_batch(diffused.logsnr_B, loss_raw_B)
         report = {"loss_raw": loss_raw_B.detach(), "logsnr": diffused.logsnr_B}
+        for name, further_B in self.further_losses(prepared, diffused).items():
+            report[name], loss_B = further_B.detach(), loss_B + further_B
         return StepOutput(loss_B=weighted(loss_B, prepared.weight_B), report=report)
+
+    def further_losses(self, prepared: PreparedBatch, diffused: Diffused) -> Mapping[str, Tensor]:
+        """Return losses (B,) of training that are added to the objective's, by name; none by default."""
+        return {}
+
+    def _conditions(self, prepared: PreparedBatch, tokens: Tokens, images: Images) -> Conditions:
+        """Return the conditions of training under captions, (B, L) tokens each, some dropped."""
+        shown = images if self._image_keep_prob > 0.0 else None
+        tokens = self._drop(tokens, prepared.drop_caption_B)
+        return self.stage.conditions(tokens, shown, prepared.keep_image_B, prepared.drawn)
 
     def measures(self, prepared: PreparedBatch, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
         """Return the unweighted loss (B,) at each noise level, and their mean as `loss`."""

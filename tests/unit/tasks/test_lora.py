@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,10 @@ class TestLoRAAsTheOriginal(TestLoRA):
     @classmethod
     def task(cls) -> Any:
         return make(joint_qkv=True, init="original", alpha=1.0, train_tokens=TOKENS)
+
+
+class TestLoRAThatPreserves(TestLoRA):
+    changes = {"preserve": [["circle", "ring"]]}
 
 
 def make(**changes: Any) -> Any:
@@ -186,6 +191,69 @@ def test_a_new_run_starts_from_given_adapters_and_trains_their_tokens_on(
     assert table.shift.requires_grad
 
 
+def losses(task: Any, *captions: str) -> Any:
+    """Return the prepared batch of samples with these captions, none dropped, and its losses."""
+    prepared = task.prepare_batch(make_batch(*range(len(captions)), captions=captions))
+    prepared.drop_caption_B.zero_()
+    return prepared, task.loss(prepared)
+
+
+@pytest.mark.parametrize("options", [{}, {"text_encoder_filters": [".self_attn"], "dora": True}])
+def test_what_the_base_predicts_under_other_words_is_preserved(options: dict[str, Any]) -> None:
+    """The loss is the objective's of both predictions, and 0 for a caption without the words."""
+    task = with_values(make(preserve=[["star", "ring"], ["red", "blue"]], preserve_weight=3.0, **options))
+    before = {name: p.requires_grad for name, p in task.stage.network.named_parameters()}
+    prepared, output = losses(task, "a red star", "a circle")
+    plain, alone = losses(with_values(make(**options)), "a red star", "a circle")
+    preserved_B = output.report["loss_preserve"]
+    assert torch.equal(output.loss_B.detach(), (alone.loss_B + preserved_B).detach())
+    assert torch.equal(output.report["loss_raw"], alone.report["loss_raw"])
+    assert plain.other_tokens is None
+
+    others = task.prepare_batch(make_batch(0, 1, captions=("a blue ring", "a circle"))).tokens
+    assert all(torch.equal(others[name], each) for name, each in prepared.other_tokens.items())
+    noise = (prepared.noise_BCHW, prepared.timestep_B, prepared.offset_BC11)
+    with torch.no_grad():
+        diffused = task.objective.diffuse(task.stage.training_latents(prepared.images, prepared.drawn), *noise)
+        made, of_base = (
+            each._predict(
+                diffused.noised, diffused.timestep_ratio_B, each._conditions(prepared, others, prepared.images), None
+            )
+            for each in (task, make(**options))  # fresh adapters add nothing
+        )
+    wanted_B = task.objective.loss(made, replace(diffused, target=of_base.float()), None)[0]
+    assert wanted_B[0] > 0
+    torch.testing.assert_close(preserved_B, 3.0 * wanted_B * torch.tensor([1.0, 0.0]))
+    assert {name: p.requires_grad for name, p in task.stage.network.named_parameters()} == before
+
+
+def test_the_preserved_words_change_what_the_adapters_learn_and_the_base_gets_no_gradient() -> None:
+    grads = []
+    for preserve in (None, [["star", "ring"]]):
+        task = with_values(make(preserve=preserve))
+        losses(task, "a star")[1].loss_B.mean().backward()
+        grads.append([p.grad for p in trainable(task.phases()[0]).values()])
+        frozen = [p for p in task.stage.network.parameters() if not p.requires_grad]
+        assert all(p.grad is None for p in frozen)
+    assert any(not torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+def test_words_that_no_caption_has_are_reported_at_the_end() -> None:
+    task = make(preserve=[["sks", "dog"]])
+    assert losses(task, "a star")[1].report["loss_preserve"].eq(0).all()
+    assert task.notices(last=False) == []
+    assert task.notices(last=True) == ["no caption had the words of task.preserve: sks"]
+    losses(task, "a sks star")
+    assert task.notices(last=True) == []
+
+
+def test_a_cache_of_captions_cannot_be_preserved() -> None:
+    task, stage = component("task", "lora", preserve=[["sks", "dog"]]), build_stage("c_tiny")
+    stage.left_out = frozenset({"text_encoder"})
+    with pytest.raises(ConfigError, match=r"task\.preserve: the cache holds .* make the cache with captions=false"):
+        task.attach(stage, component("objective", "gdf"), torch.device("cpu"))
+
+
 def test_adapters_of_the_text_encoder_need_their_filters(left_behind: tuple[Any, Path]) -> None:
     with pytest.raises(ConfigError, match="task.weights=.*: holds adapters of the text encoder; set"):
         make(dora=True, weights=str(left_behind[1]))
@@ -222,6 +290,10 @@ def test_a_filter_that_selects_nothing_is_refused() -> None:
         ({"alpha": 0.0}, "alpha=0.0 must be greater than 0"),
         ({"dropout": 1.0}, "dropout=1.0: is a probability on the adapters' input"),
         ({"train_tokens": []}, r"train_tokens=\[\]: names no token; give pairs like"),
+        ({"preserve": []}, r"preserve=\[\]: give pairs of words"),
+        ({"preserve": [["sks"]]}, r"preserve=\[\['sks'\]\]: give pairs of words"),
+        ({"preserve": [["", "dog"]]}, "give pairs of words, such as"),
+        ({"preserve_weight": 0.0}, "preserve_weight=0.0 must be greater than 0"),
         ({"cond_drop_prob": 1.5}, "cond_drop_prob=1.5 must lie in"),
     ],
 )
