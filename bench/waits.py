@@ -32,20 +32,22 @@ FORMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "batch": {"whole": (), "accumulated": ACCUMULATED},
     "activations": {"kept": (), "recomputed": ("activation_checkpointing=true",)},
 }
-OBJECTIVES = ("gdf", "adaptive", "min_snr", "debiased", "flow")
+OBJECTIVES = ("gdf", "adaptive", "min_snr", "debiased", "rectified_flow", "edm")
 
 
 def combinations() -> dict[str, tuple[str, ...]]:
     """Return the overrides of every run, by its name."""
     runs = {}
     for (name, run), *forms in itertools.product(RUNS.items(), *(form.items() for form in FORMS.values())):
+        if name == "previewer" and "recomputed" in [each[0] for each in forms]:
+            continue  # it is refused: there is nothing to recompute
         own = tuple(each for each in run if not each.startswith(("ema.", "train.")))
         runs[", ".join([name, *(f"{key} {each[0]}" for key, each in zip(FORMS, forms, strict=True))])] = (
             *own,
             *(override for _, overrides in forms for override in overrides),
         )
     for name, optimizer in itertools.product(("c lora", "sd lora", "c"), OPTIMIZERS):
-        runs[f"{name}, optimizer {optimizer}"] = (*RUNS[name], f"optimizer={optimizer}")
+        runs[f"{name}, optimizer {optimizer}"] = (*RUNS[name], "ema.decay=null", f"optimizer={optimizer}")
     for name, objective in itertools.product(("c lora", "b lora"), OBJECTIVES):
         runs[f"{name}, objective {objective}"] = (*RUNS[name], f"objective={objective}")
     return {name: tuple(dict.fromkeys(overrides)) for name, overrides in runs.items()}

@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend("pretend")
+torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # type: ignore[attr-defined]
+torch.pretend.get_rng_state = lambda _=None: torch.get_rng_state()  # type: ignore[attr-defined]
+torch.pretend.set_rng_state = lambda state, _=None: torch.set_rng_state(state)  # type: ignore[attr-defined]
 
 DEVICE = torch.device("pretend", 0)
 WAITS = {
