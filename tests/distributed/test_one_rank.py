@@ -1,5 +1,7 @@
 """An error or a signal on one rank alone is said once, and the other rank names it and ends with the same code."""
 
+import re
+
 import pytest
 
 from bench.soak_ranks import SMALL_NETWORK
@@ -15,9 +17,9 @@ ENDS = {
     "failed_on_one": (1, "fail_on_rank_one", 1, "in step 3: no more numbers"),
     "defect_on_one": (1, "defect_on_rank_one", 1, "in step 3: KeyError('defect')"),
 }
-ZERO = {
+ZERO = {  # rank 1 reads the note, or finds that the store of all ranks ended with rank 0, whichever comes first
     "failed_on_zero": ([1, 1], "fail_on_rank_zero", "no more numbers"),
-    "refused_on_zero": ([2, 1], "refuse_on_rank_zero", "model.weights=x is not there"),
+    "refused_on_zero": ([2, {1, 2}], "refuse_on_rank_zero", "model.weights=x is not there"),
 }
 
 
@@ -43,9 +45,10 @@ def test_the_other_rank_names_the_one_and_what_it_said(runs, name):
 
 
 @pytest.mark.parametrize("name", ZERO)
-def test_where_the_notes_end_with_rank_zero_that_is_named(runs, name):
+def test_where_the_notes_may_end_with_rank_zero_that_is_named(runs, name):
     heard = said(runs, name)
-    assert heard.count("[rank 1] Rank 0 has ended, and with it the store of all ranks") == 1, heard
+    lost = heard.count("[rank 1] Rank 0 has ended, and with it the store of all ranks")
+    assert lost + len(re.findall(r"\[rank 1\] Rank 0 on \S+ ended the run", heard)) == 1, heard
     assert heard.splitlines().count(ZERO[name][2]) == 1, heard
     assert "Ranks are lost" not in heard
 
