@@ -98,15 +98,23 @@ SAVED = {"c": 5, "b": 4, "sd": 4}
 @pytest.mark.parametrize("name", RUNS)
 def test_the_host_waits_once_for_each_result_that_it_writes(found: dict[str, Any], name: str) -> None:
     """And no batch, no step of sampling and no saved tensor makes it wait."""
-    assert {work: dict(costs(noted)) for work, noted in found[name].items()} == BOUNDS[name]
-    copies = sum(count for kind, _, _, count in found[name]["save"] if kind == "to_host")
+    works = found[name]["works"]
+    assert {work: dict(costs(noted)) for work, noted in works.items()} == BOUNDS[name]
+    copies = sum(count for kind, _, _, count in works["save"] if kind == "to_host")
     assert copies == SAVED[name] * BOUNDS[name]["export"][TENSORS]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_pictures_and_weights_are_those_of_the_host(found: dict[str, Any], name: str) -> None:
+    """To the bit: validation, samples of the weights and of their average, and the export."""
+    assert found[name]["unequal"] == []
+    assert found[name]["compared"] > 5
 
 
 def test_a_wait_for_each_unit_is_found(found: dict[str, Any]) -> None:
     planted = {
         work: sum(count for kind, _, where, count in noted if kind == "wait" and where.startswith("works.py:"))
-        for work, noted in found["c"].items()
+        for work, noted in found["c"]["works"].items()
     }
     drawn = STEPS + 1  # noises of a picture
     assert planted == {

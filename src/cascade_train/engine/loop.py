@@ -120,9 +120,10 @@ class Trainer:
             if self.validation is not None and measured:
                 values |= self.measure(self.validation)
             self.metrics.record(self.step, self.samples_seen, values)
-            if measured or self._due(self.cadence.log):
+            drawn = self.sampling is not None and self._due(self.cadence.sample)
+            if measured or drawn or self._due(self.cadence.log):
                 self.flush()
-            if self.sampling is not None and self._due(self.cadence.sample):
+            if self.sampling is not None and drawn:
                 self.show(self.sampling)
             if self._due(self.cadence.checkpoint) or self.step == self.max_steps:
                 self.save()
@@ -145,7 +146,7 @@ class Trainer:
             outputs = list(self._backward(phase, prepared, len(micro_batches)))
             gathered = gather_samples(outputs)
             norm = phase.clip()
-            self._trace(Trace(self.step, phase.phase.name, keys, gathered["loss"], norm), phase.can_withhold)
+            self._trace(Trace(self.step, phase.phase.name, keys, gathered["loss"], norm))
             rates = phase.update(self.step, self.max_steps, self._withheld)
             prefix = "" if phase is self.phases[0] else f"{phase.phase.name}/"
             means = {name: value.mean() for name, value in gathered.items() if value.ndim == 1 and name != "logsnr"}
@@ -186,15 +187,16 @@ class Trainer:
             (output.loss_B.sum() * scale).backward()
             yield output
 
-    def _trace(self, trace: Trace, can_withhold: bool) -> None:
+    def _trace(self, trace: Trace) -> None:
         """Withhold this and all later updates once a loss or norm is not finite.
 
-        The flag stays on the device; the host reads it at the next flush, or at once where the optimizer
-        takes no flag, or where reading costs nothing.
+        The flag stays on the device; the host reads it at the next flush, or at once where reading costs nothing. An
+        optimizer that takes no flag spoils its weights until then: what follows a flush that raises reads checkpoints
+        alone, and each checkpoint, picture and row of metrics is flushed first.
         """
         self._withheld = torch.maximum(self._withheld, (~trace.is_finite()).to(self._withheld.dtype))
         self._traces.append(trace)
-        if not can_withhold or self.world.device.type == "cpu":
+        if self.world.device.type == "cpu":
             self.stop_if_bad()
 
     def stop_if_bad(self) -> None:

@@ -105,7 +105,8 @@ class BoundPhase:
         """Take optimizer step `step` unless `withheld`, clear the gradients, and return the learning rate, `lr`.
 
         Where a root has its own, `lr_<root>` too; of an algorithm that estimates a factor on it, their product `d_lr`,
-        as it is after the step. `withheld` is () fp32 on the device; 1 = leave weights and optimizer state unchanged.
+        as it is after the step. `withheld` is () fp32 on the device; 1 = leave weights and optimizer state unchanged,
+        where the algorithm `can_withhold`.
         """
         factor = self._lr_factor(step, max_steps)
         for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):

@@ -116,7 +116,7 @@ def test_weights_decay_by_groups(world, option):
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_only_the_fused_one_takes_the_flag_of_a_withheld_step(option):
-    """The others stop before the update, by the host (engine/loop.py)."""
+    """The others spoil their weights until the host reads it (engine/loop.py)."""
     optimizer = spec(option).build(dict(Small().named_parameters()), 1)
     assert can_withhold(optimizer) == (option == "adamw")
 
