@@ -3,7 +3,8 @@
     python bench/waits.py --out bench/results/waits.md
 
 Every combination of what trains with the forms below trains three steps on the host and on the device; the page has how
-often the last one waits, mixes tensors of both, and copies, and whether the losses are equal to the bit.
+often the last one waits, mixes tensors of both, and copies, and whether the losses are equal to the bit. Then what each
+does beside its steps: how often the host waits in a validation, a grid of samples, a checkpoint and an export.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `bench` and `tes
 
 from bench.soak import commit
 from tests.pretended.test_waits import ACCUMULATED, BASE, OPTIMIZERS, RUNS
+from tests.pretended.test_works import RUN, costs
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -63,6 +65,25 @@ def line(name: str, found: Mapping[str, Any]) -> tuple[str, bool]:
     return f"| {name} | {' | '.join(map(str, cells))} |", waits + kinds["mix"] == 0 and is_equal
 
 
+def beside_steps(only: str) -> list[str]:
+    """Return the table of what runs do beside their steps."""
+    runs = {name: run for name, run in RUNS.items() if only in name}
+    works = {name: {"run": [*RUN, *run], "verbs": {}, "planted": False} for name, run in runs.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "works.json").write_text(json.dumps(works))
+        subprocess.run([sys.executable, "-m", "tests.pretended.works", folder], cwd=ROOT, check=True)
+        found = json.loads((Path(folder) / "noted.json").read_text())
+    columns = ("validate", "sample", "save", "export")
+    table = [f"| run | {' | '.join(columns)} | as on the host |", "|---|---|---|---|---|---|"]
+    for name, each in found.items():
+        cells = [
+            "; ".join(f"{n} {what}" for what, n in costs(each["works"].get(c, [])).items()) or "0" for c in columns
+        ]
+        equal = f"{each['compared']} files" if not each["unequal"] else f"DIFFERS: {', '.join(each['unequal'])}"
+        table.append(f"| {name} | {' | '.join(cells)} | {equal} |")
+    return table
+
+
 def main() -> None:
     """Run all, print what is not free of waits, write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,10 +105,15 @@ def main() -> None:
         "# How often a step waits for the device",
         f"    python bench/waits.py --out {args.out}",
         f"Commit {commit()}, {datetime.now(UTC):%Y-%m-%d}. {len(lines)} runs: {free} neither wait nor mix, and train"
-        " as on the host, to the bit. The others first; `tests/pretended` says why they wait.",
+        " as on the host, to the bit. The others first: Prodigy's waits are three lines of pytorch_optimizer"
+        " (`tests/pretended/test_waits.py` names them).",
         "\n".join([*head, *rest]),
         "\n".join([*head, *(text for text, is_free in lines.values() if is_free)]),
         f"Copies of a step by number of runs: {dict(sorted(alike.items()))}.",
+        "## Beside the steps",
+        "How often the host waits in one validation, grid, checkpoint and export, by kind and place; a grid once a column"
+        " and for its chart, an export once a tensor.",
+        "\n".join(beside_steps(args.only)),
     ]
     args.out.write_text("\n\n".join(page) + "\n", encoding="utf-8")
     print("\n".join([page[2], *rest]))
