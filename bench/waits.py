@@ -111,8 +111,8 @@ def main() -> None:
         "\n".join([*head, *(text for text, is_free in lines.values() if is_free)]),
         f"Copies of a step by number of runs: {dict(sorted(alike.items()))}.",
         "## Beside the steps",
-        "How often the host waits in one validation, grid, checkpoint and export, by kind and place; a grid once a column"
-        " and for its chart, an export once a tensor.",
+        "How often the host waits in one validation, grid, checkpoint and export, by kind and place; a grid once a"
+        " column and for its chart, an export once a tensor.",
         "\n".join(beside_steps(args.only)),
     ]
     args.out.write_text("\n\n".join(page) + "\n", encoding="utf-8")
