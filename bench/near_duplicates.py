@@ -23,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `bench` is a package of this checkout
 
 from bench.soak import commit
-from cascade_train.data.survey.near import DISTANCE, look_of, near_pairs
+from cascade_train.data.survey.look import DISTANCE, look_of, near_pairs
 
 COUNTS = (10_000, 100_000, 1_000_000)
 MOST_COMPARED = 10_000

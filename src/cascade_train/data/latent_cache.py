@@ -25,7 +25,7 @@ import safetensors.torch
 from torch import Tensor
 
 from cascade_train.data.index.rows import Index, changed_rows, changed_samples
-from cascade_train.data.storage.store import LocalFiles
+from cascade_train.data.storage import LocalFiles
 from cascade_train.data.tar.members import write_tar
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import replacing, write_durably

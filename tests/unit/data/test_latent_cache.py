@@ -27,7 +27,7 @@ from cascade_train.data.latent_cache import (
     write_manifest,
     write_unit,
 )
-from cascade_train.data.storage.store import LocalFiles
+from cascade_train.data.storage import LocalFiles
 from cascade_train.errors import ConfigError, RunError
 
 CAPTIONS = {"": {"clip_text": torch.zeros(2, 3)}, "ein Käse, 赤い \ud800": {"clip_text": torch.ones(2, 3)}}
@@ -211,7 +211,7 @@ def test_a_changed_byte_is_told_with_its_place_and_the_remedy(tmp_path):
 
 
 def test_files_stay_open_only_so_many_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("cascade_train.data.storage.store._MAX_OPEN_FILES", 2)
+    monkeypatch.setattr("cascade_train.data.storage._MAX_OPEN_FILES", 2)
     files, span = LocalFiles(), np.array((0, 1, zlib.crc32(b"a")), dtype=SPAN)[()]
     for name in "abcab":
         (tmp_path / name).write_bytes(b"a")

@@ -17,7 +17,7 @@ from cascade_train.data.buckets import Buckets
 from cascade_train.data.data_set import DataSet, open_data_set
 from cascade_train.data.index.mapped import MappedArray, mapped
 from cascade_train.data.index.rows import Index
-from cascade_train.data.tar import joined
+from cascade_train.data.tar import index as tar_index
 from cascade_train.errors import RunError
 from tests.unit.data import tars
 from tests.unit.data.test_webdataset import TestWebDataset
@@ -25,7 +25,7 @@ from tests.unit.data.test_webdataset import TestWebDataset
 
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined, "MANY_TARS", 1)
+    monkeypatch.setattr(tar_index, "MANY_TARS", 1)
 
 
 @pytest.mark.usefixtures("many")
@@ -65,9 +65,9 @@ def test_the_index_of_many_tars_is_that_of_few(
         return tars.webdataset(url, **options).open(), [record.message for record in caplog.records]
 
     few, few_log = opened()
-    monkeypatch.setattr(joined, "MANY_TARS", 4)
+    monkeypatch.setattr(tar_index, "MANY_TARS", 4)
     first, first_log = opened()
-    monkeypatch.setattr(joined, "load_shard", None)  # nothing is read of each tar
+    monkeypatch.setattr(tar_index, "load_shard", None)  # nothing is read of each tar
     again, again_log = opened()
     for many in (first, again):
         assert isinstance(many.table, MappedArray)
@@ -111,7 +111,7 @@ def test_splits_shapes_steps_and_states_are_those_of_few(
         return open_data_set(tars.webdataset(url, **options), share=share, held_out=None)
 
     few = told(opened())
-    monkeypatch.setattr(joined, "MANY_TARS", 4)
+    monkeypatch.setattr(tar_index, "MANY_TARS", 4)
     first, again = told(opened()), opened()
     assert few == first
     monkeypatch.setattr("cascade_train.data.index.mapped._written", None)  # all that the data's length decides is there
@@ -252,7 +252,7 @@ def test_a_tar_that_cannot_be_read_is_no_matter_of_the_folder(tmp_path: Path, mo
     def fail(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(joined, "load_shard", fail)
+    monkeypatch.setattr(tar_index, "load_shard", fail)
     with pytest.raises(RunError, match=r"data\.urls: a tar cannot be read: .*Input/output error"):
         tars.webdataset(sized(tmp_path)).open()
     assert not cached(tmp_path, "*")

@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cascade_train.data.storage import s3, store
-from cascade_train.data.storage.s3 import S3
-from cascade_train.data.storage.store import ATTEMPTS, StoredObject
+from cascade_train.data import storage
+from cascade_train.data.storage import ATTEMPTS, S3, StoredObject
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.data.loopback import FaultyS3, faulty_s3, point_at
 
@@ -32,7 +31,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Waits between attempts, not waited for."""
     found: list[float] = []
-    monkeypatch.setattr(store.time, "sleep", found.append)
+    monkeypatch.setattr(storage.time, "sleep", found.append)
     return found
 
 
@@ -49,7 +48,7 @@ def test_a_range_is_read_with_one_request(server: FaultyS3) -> None:
 def test_what_may_pass_is_tried_again_after_growing_waits(
     server: FaultyS3, waits: list[float], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3, "_READ_SECONDS", 0.3)
+    monkeypatch.setattr(storage, "_READ_SECONDS", 0.3)
     server.faults = [fault] * 3 if fault != "stall" else [fault]
     assert S3().read(ITEM, 0, len(CONTENT)) == CONTENT
     assert len(waits) == (3 if fault != "stall" else 1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cascade_train.data.survey.near import group_alike, look_of, near_pairs
+from cascade_train.data.survey.look import group_alike, look_of, near_pairs
 
 
 def scene(seed: int, side: int = 96) -> np.ndarray:

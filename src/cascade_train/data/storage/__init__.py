@@ -1,1 +1,0 @@
-"""Where bytes come from: local files, addresses and buckets."""
