@@ -10,7 +10,7 @@ import torch
 
 from bench.parity_case import NotCoveredError, Outcome, Variant, fact
 from cascade_train.data.captions import Captions
-from cascade_train.data.index.row_filter import RowFilters, parse_row_filters, passing, read_metadata
+from cascade_train.data.index.row_filter import PASSED, RowFilters, parse_row_filters, read_metadata
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 
 WITHOUT_A_CALL = {"lambda s: len(s)": "lambda s: s"}
@@ -28,7 +28,7 @@ def multifilter(variant: Variant) -> Outcome:
         return getter(variant)
     filters = row_filters(variant.args["rules"])
     raw = [None if s["as"] == "missing" else content(s) for s in variant.args["samples"]]
-    verdicts = passing(np.array([filters.verdicts(metadata) for metadata in raw])).tolist()
+    verdicts = (np.array([filters.verdicts(metadata) for metadata in raw]) == PASSED).all(axis=1).tolist()
     wrong = sum(a is not b for a, b in zip(verdicts, variant.facts["verdicts"], strict=True))
     called = any(rule["rule"] in WITHOUT_A_CALL for rule in variant.args["rules"])
     return Outcome({}, facts=[fact("verdicts", wrong, 0, 0.0)], notes=[REFUSED] if called else [])

@@ -38,8 +38,9 @@ class Prompts:
         file = Path(path).expanduser()
         with parsing(origin, "cannot be read as json", remedy), open_regular(file, limit=MAX_BYTES) as opened:
             given = read_json(opened.read())
-        entries = given.values() if isinstance(given, dict) else given
-        if not isinstance(given, dict | list) or not all(_is_prompts(entry) for entry in entries):
+        found = list(given.values()) if isinstance(given, dict) else given
+        texts = [[entry] if isinstance(entry, str) else entry for entry in found] if isinstance(found, list) else [None]
+        if not all(isinstance(each, list) and each and all(isinstance(text, str) for text in each) for each in texts):
             raise ConfigError(
                 f"data.idx_to_prompt={path} must map each class to a prompt or a list of prompts, as in"
                 ' {"0": "a photo of a tench"}, or list them in the order of the classes'
@@ -135,9 +136,3 @@ class ClassFolders(PictureFolder):
         """See `Source.read`: read one picture, with the prompts of its class."""
         raw, name = super().read(row), self._class_of(row)
         return replace(raw, values={**raw.values, "class": name, "prompts": self._prompts[name]})
-
-
-def _is_prompts(entry: Any) -> bool:
-    return isinstance(entry, str) or (
-        isinstance(entry, list) and bool(entry) and all(isinstance(text, str) for text in entry)
-    )

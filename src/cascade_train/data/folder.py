@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cascade_train.data.file_source import FileSource
 from cascade_train.data.index.cache import load_checksums, load_facts, load_picture_facts
 from cascade_train.data.index.row_filter import read_metadata
 from cascade_train.data.index.rows import (
@@ -28,6 +27,7 @@ from cascade_train.data.index.rows import (
     text_checksum,
 )
 from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError
+from cascade_train.data.source import FileSource
 from cascade_train.data.table import METADATA_FILES, caption_of, number_of, read_metadata_files
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import open_regular, parsing, read_yaml

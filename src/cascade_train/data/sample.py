@@ -42,13 +42,12 @@ class RawSample:
     tensors: Mapping[str, np.ndarray] = field(default_factory=dict)  # arrays of a cache for the batch, by name
 
     def __post_init__(self) -> None:
-        for name, value, wanted in (("image", self.image, "(H, W, 3)"), ("mask", self.mask, "(H, W)")):
-            shape = tuple(getattr(value, "shape", ()))
-            is_array = isinstance(value, np.ndarray) and value.dtype == np.uint8 and shape[2:] in ((), (3,))
-            if value is None or isinstance(value, bytes) or (is_array and len(shape) == len(wanted.split(","))):
-                continue
-            found = f"{type(value).__name__}, {getattr(value, 'dtype', 'no dtype')}, {shape}"
-            raise RunError(f"RawSample.{name} must be the bytes of a picture, or uint8 {wanted}, and is a {found}.")
+        for name, value, wanted, ends in (("image", self.image, "(H, W, 3)", (3,)), ("mask", self.mask, "(H, W)", ())):
+            shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", "no dtype")
+            is_array = dtype == np.uint8 and len(shape) == 2 + len(ends) and shape[2:] == ends
+            if not (value is None or isinstance(value, bytes) or is_array):
+                found = f"{type(value).__name__}, {dtype}, {shape}"
+                raise RunError(f"RawSample.{name} must be the bytes of a picture, or uint8 {wanted}, and is a {found}.")
         if not isinstance(self.caption, str) or not isinstance(self.key, str):
             raise RunError(f"RawSample.caption={self.caption!r} and key={self.key!r} must be texts.")
 

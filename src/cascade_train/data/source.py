@@ -1,4 +1,4 @@
-"""The base of every source of samples, with the options that the loader owns.
+"""The base of every source of samples, with the options that the loader owns, and that of sources of files.
 
 A new source is one file here, one YAML in `conf/data` and one test.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cascade_train.data.buckets import Buckets, BucketTable
 from cascade_train.data.captions import Captions
+from cascade_train.data.index.row_filter import parse_row_filters
 from cascade_train.data.index.rows import Index
 from cascade_train.data.index.selection import (
     RowSelector,
@@ -23,6 +24,7 @@ from cascade_train.data.index.selection import (
     size_selection,
 )
 from cascade_train.data.sample import FileLimits, RawSample
+from cascade_train.errors import RunError
 from cascade_train.options import File, Free, Order, check_choice, check_least, check_share
 
 if TYPE_CHECKING:
@@ -133,3 +135,29 @@ class Source(abc.ABC):
     def own_feed(self, request: FeedRequest) -> Feed | None:
         """Return a feed of the source's own, where it cannot be indexed; None = `feed.Loader` over the index."""
         return None
+
+
+@dataclass(kw_only=True)
+class FileSource(Source):
+    """Pictures in files; what is read of files that did not change comes from a cache."""
+
+    path: Order[File[list[str] | str]]
+    index_dir: Free[str | None]
+    row_filters: Order[list[list[Any]] | dict[str, str] | None]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._filters = parse_row_filters(self.row_filters)
+        self._cache_dir = None if self.index_dir is None else Path(self.index_dir)
+
+    def open(self) -> Index:
+        """See `Source.open`: index all files."""
+        try:
+            self._index = self._build_index()
+        except OSError as error:
+            raise RunError(f"data.path={self.path} cannot be read: {error}") from error
+        return self._index
+
+    @abc.abstractmethod
+    def _build_index(self) -> Index:
+        """Return the index of the usable samples that meet the row filters."""

@@ -122,13 +122,17 @@ class WebDataset(Source):
         """Return a feed of streams where not every tar can be indexed; a ConfigError where `streams` does not fit."""
         if request.index.rows_are_samples:
             return None
-        from cascade_train.data.loading.stream_feed import StreamFeed, choose_streams  # torch, after `check`
+        from cascade_train.data.loading.stream_feed import (
+            MOST_STREAMS,
+            StreamFeed,
+            largest_divisor,
+        )  # torch, after `check`
 
         rows, spec, count = request.rows.tolist(), self.stream, self.streams
         if request.whole_epochs:  # a few samples to look at: nothing is mixed or counted
             spec, count = replace(spec, buffer_samples=1), None
         if count is None:
-            count = choose_streams(request.global_batch_size, len(rows))
+            count = largest_divisor(request.global_batch_size, min(len(rows), MOST_STREAMS))
         if count > len(rows):
             raise ConfigError(
                 f"data.streams={count} is more than the {len(rows)} tars: each stream needs one; null fits"

@@ -7,7 +7,6 @@ import json
 import logging
 import mmap
 import shutil
-import stat
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -72,19 +71,13 @@ def _read(folder: Path, level: int) -> dict[str, np.ndarray] | None:
         return None
     try:
         sizes = json.loads(read_regular(folder / _SIZES, limit=2**20))
-        if differing := [name for name, size in sizes.items() if not _is_file_of(folder / f"{name}.npy", size)]:
-            raise ValueError(f"{', '.join(differing)} is missing or cut")
-        files = {name: folder / f"{name}.npy" for name in sizes}
-        arrays = {name: np.load(file, mmap_mode="r", allow_pickle=False) for name, file in files.items()}
-        return {name: array.view(MappedArray) for name, array in arrays.items()}
+        files = {folder / f"{name}.npy": size for name, size in sizes.items()}
+        if cut := [file.name for file, size in files.items() if not file.is_file() or file.stat().st_size != size]:
+            raise ValueError(f"{', '.join(cut)} is missing or cut")
+        return {file.stem: np.load(file, mmap_mode="r", allow_pickle=False).view(MappedArray) for file in files}
     except (ConfigError, OSError, ValueError, AttributeError, EOFError) as error:
         _log.log(level, "cached index %s is damaged (%s); it is made anew", folder, error)
         return None
-
-
-def _is_file_of(path: Path, size: int) -> bool:
-    found = path.stat()
-    return stat.S_ISREG(found.st_mode) and found.st_size == size
 
 
 def _written(folder: Path, write: Callable[[Path], None]) -> dict[str, np.ndarray]:

@@ -127,7 +127,7 @@ class RowFilters:
 
     def judged(self, verdicts: np.ndarray) -> tuple[np.ndarray, list[str]]:
         """Return which of the verdicts meet every filter, see `kept`, and lines on how many do."""
-        kept = passing(verdicts)
+        kept = (verdicts == PASSED).all(axis=1)
         total, unread = len(verdicts), int((verdicts[:, 0] != PASSED).sum())
         report = [f"{KEY} keep {kept.sum()} of {total} samples ({kept.mean():.1%}); {unread} have no readable json"]
         for each, verdict_N in zip(self.filters, verdicts[:, 1:].T, strict=True):
@@ -136,11 +136,6 @@ class RowFilters:
         if not kept.any():
             raise ConfigError("row_filters leave no sample, so nothing can train; relax them. " + "; ".join(report))
         return kept, report
-
-
-def passing(verdicts: np.ndarray) -> np.ndarray:
-    """Return which of (N, 1 + filters) verdicts are all PASSED, (N,) bool."""
-    return (verdicts == PASSED).all(axis=1)
 
 
 def parse_row_filters(given: object, *, key: str = KEY) -> RowFilters:
@@ -262,13 +257,10 @@ def _fault(node: ast.expr, names: set[str]) -> str | None:
             return None if type(node.op) in _OPERATORS else "this operator is not allowed"
         case ast.Compare():
             pairs = zip(node.ops, node.comparators, strict=True)
-            odd = any(isinstance(op, ast.Is | ast.IsNot) and not _is_word(right) for op, right in pairs)
-            return "`is` is for None, True and False; compare by ==" if odd else None
+            compared = [right for op, right in pairs if isinstance(op, ast.Is | ast.IsNot)]
+            are_words = all(isinstance(each, ast.Constant) and isinstance(each.value, bool | None) for each in compared)
+            return None if are_words else "`is` is for None, True and False; compare by =="
     return f"{type(node).__name__.lower()}s are not allowed"
-
-
-def _is_word(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, bool | None)
 
 
 def _evaluate(node: ast.expr, values: Mapping[str, Any]) -> Any:

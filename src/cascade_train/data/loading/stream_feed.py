@@ -65,7 +65,7 @@ class StreamFeed(Feed):
         self._cursors = dict.fromkeys(range(count), Cursor())
         parts = parts_of_rank(request, count)
         self._own = [part.stream for part in parts]
-        workers = helpful_workers(source.num_workers, len(parts))
+        workers = largest_divisor(len(parts), source.num_workers)
         if workers < source.num_workers:
             _log.info("Of %d workers %d are used: this rank reads %d streams.", source.num_workers, workers, len(parts))
         batches = InMemoryBatches(source, request.index, {}, request.seed, request.transform, self._excluded)
@@ -165,15 +165,9 @@ def parts_of_rank(request: FeedRequest, streams: int) -> list[StreamShare]:
     ]
 
 
-def choose_streams(global_batch_size: int, tars: int) -> int:
-    """Return the largest number of streams that divides the global batch, at most one for each tar."""
-    most = min(tars, global_batch_size, MOST_STREAMS)
-    return max(streams for streams in range(1, most + 1) if global_batch_size % streams == 0)
-
-
-def helpful_workers(wanted: int, streams: int) -> int:
-    """Return the largest number of workers up to `wanted` that divides the streams; 0 = none wanted."""
-    return max((workers for workers in range(1, min(wanted, streams) + 1) if streams % workers == 0), default=0)
+def largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor of a number that is at most `most`; 0 = there is none."""
+    return max((each for each in range(1, min(most, number) + 1) if number % each == 0), default=0)
 
 
 class InMemoryBatches(MicroBatches):

@@ -169,7 +169,7 @@ class Report:
 
     def lines(self) -> list[str]:
         """Return the report as text, with the first names of each finding."""
-        findings = [line for each in self.findings() for line in _lines_of(each)]
+        findings = [_line_of(each) for each in self.findings()]
         return [self.title, *self.log, *self.counts(), *(findings or ["nothing found that is worth a look"])]
 
     def quarantine(self, faults: Sequence[str]) -> str:
@@ -222,11 +222,11 @@ def _joined(sign: str, names: Sequence[str]) -> str:
     return sign.join([*names[:NAMES_IN_TEXT], *more])
 
 
-def _lines_of(finding: Finding) -> Iterator[str]:
+def _line_of(finding: Finding) -> str:
     cost = f" [{100 * finding.cost:.3g} % of an epoch]" if finding.cost else ""
     remedy = f"; {finding.remedy}" if finding.remedy else ""
     names = f": {'; '.join(finding.first(NAMES_IN_TEXT))}" if finding.names else ""
-    yield f"!{cost} {finding.text}{remedy}{names}"
+    return f"!{cost} {finding.text}{remedy}{names}"
 
 
 def histogram(values: np.ndarray, limits: Sequence[float]) -> list[tuple[str, int]]:

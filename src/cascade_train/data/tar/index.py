@@ -138,18 +138,12 @@ def load_verdicts(
     verdicts = (read_cache(cached) or {}).get("verdicts")
     if verdicts is None or verdicts.shape != (len(shard.table), 1 + len(filters)):
         sizes[is_too_large] = 0
-        verdicts = judge_shard(tar, shard.table["json_start"].tolist(), sizes.tolist(), filters)
+        verdicts = np.zeros((len(sizes), 1 + len(filters)), dtype=np.uint8)
+        with tar.open() as file:
+            for row, (start, size) in enumerate(zip(shard.table["json_start"].tolist(), sizes.tolist(), strict=True)):
+                file.seek(start)
+                verdicts[row] = filters.verdicts(file.read(size) if size else None)
         write_cache(cached, {"verdicts": verdicts}, required=cache_dir is not None)
-    return verdicts
-
-
-def judge_shard(tar: Tar, starts: list[int], sizes: list[int], filters: RowFilters) -> np.ndarray:
-    """Read every sample's json once, none where its size is 0, and judge it. See `load_verdicts`."""
-    verdicts = np.zeros((len(starts), 1 + len(filters)), dtype=np.uint8)
-    with tar.open() as file:
-        for row, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-            file.seek(start)
-            verdicts[row] = filters.verdicts(file.read(size) if size else None)
     return verdicts
 
 

@@ -15,7 +15,7 @@ import torch
 from cascade_train.batch import Batch
 from cascade_train.data.data_set import open_data_set
 from cascade_train.data.loading.feed import FeedRequest
-from cascade_train.data.loading.stream_feed import InMemoryBatches, choose_streams, helpful_workers, parts_of_rank
+from cascade_train.data.loading.stream_feed import InMemoryBatches, largest_divisor, parts_of_rank
 from cascade_train.data.sample import RawSample
 from cascade_train.data.stream import StreamSpec
 from cascade_train.errors import ConfigError, RunError
@@ -312,8 +312,8 @@ def test_every_slot_belongs_to_one_rank_and_one_stream() -> None:
 
 
 def test_numbers_that_fit_are_chosen() -> None:
-    assert [choose_streams(*given) for given in ((768, 500), (768, 5), (7, 3), (1, 9), (128, 999))] == [64, 4, 1, 1, 64]
-    assert [helpful_workers(*given) for given in ((4, 16), (4, 6), (4, 1), (0, 5), (8, 5))] == [4, 3, 1, 0, 5]
+    given = ((768, 64), (768, 5), (7, 3), (1, 9), (16, 4), (6, 4), (1, 4), (5, 0), (5, 8))
+    assert [largest_divisor(*each) for each in given] == [64, 4, 1, 1, 4, 3, 1, 0, 5]
 
 
 def test_few_streams_use_few_workers(urls: list[str], caplog: pytest.LogCaptureFixture) -> None:
