@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,6 @@ from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.latent_cache import (
     INDEX,
     MANIFEST,
-    SPAN,
     CachedSample,
     CacheManifest,
     caption_digest,
@@ -208,15 +206,6 @@ def test_a_changed_byte_is_told_with_its_place_and_the_remedy(tmp_path):
     tar.write_bytes(content)
     with pytest.raises(RunError, match=rf"samples-000001.tar is damaged at byte {span['start']}: run cascade-train"):
         read_span(LocalFiles(), tar, span)
-
-
-def test_files_stay_open_only_so_many_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("cascade_train.data.storage._MAX_OPEN_FILES", 2)
-    files, span = LocalFiles(), np.array((0, 1, zlib.crc32(b"a")), dtype=SPAN)[()]
-    for name in "abcab":
-        (tmp_path / name).write_bytes(b"a")
-        assert read_span(files, tmp_path / name, span) == b"a"
-    assert len(files._descriptors()) == 2
 
 
 def test_nothing_is_left_of_a_unit_that_could_not_be_written(tmp_path):

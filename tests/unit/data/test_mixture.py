@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from cascade_train.data.captions import Captions
 from cascade_train.data.index.rows import repeat_counts
-from cascade_train.data.index.selection import Selection
 from cascade_train.data.mixture import Mixture, Regularised
 from cascade_train.data.shapes import Shapes
 from cascade_train.data.source import Source
@@ -116,19 +114,6 @@ def test_every_window_holds_the_share_and_keeps_what_lies_together_close(tmp_pat
         assert {name.partition("big/")[2][0] for name in names if "big/" in name} == set(
             "0123" if shard == 0 else "4567"
         )
-
-
-class _Half(Shapes):
-    """The first half of the rows only."""
-
-    def selectors(self) -> list[Any]:
-        return [lambda index: Selection(kept=np.arange(len(index)) < len(index) // 2, reason="are late")]
-
-
-def test_what_a_source_leaves_out_stays_out() -> None:
-    base, source = shapes(samples=6), mixture({"b": 2})
-    source.sources["a"] = _Half(**{key: getattr(base, key) for key in (*ORDER, "samples", "seed")})
-    assert counts(source) == {"a": 3, "b": 2}
 
 
 class _Watched(Shapes):

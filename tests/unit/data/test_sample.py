@@ -108,9 +108,11 @@ def test_a_json_that_would_break_the_reader_is_none(content: bytes) -> None:
     assert read_metadata(content) is None
 
 
-@pytest.mark.parametrize(
-    "content", ["day: 2001-99-99", "a: " + "9" * 10_000, "[" * 5000, "!!python/name:os.system x", "a: 'b"]
-)
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
+YAMLS = [BOMB, "day: 2001-99-99", "a: " + "9" * 10_000, "[" * 5000, "!!python/name:os.system x", "a: 'b"]
+
+
+@pytest.mark.parametrize("content", [*YAMLS, "a: 0x" + "f" * 20_000, "a: !!timestamp x"])
 def test_a_yaml_that_would_break_the_reader_or_run_code_is_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.yaml").write_text(content)
     assert read_values(tmp_path / "a.yaml", FileLimits(max_file_mib=None, max_text_kib=None)) is None

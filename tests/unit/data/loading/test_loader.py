@@ -82,25 +82,6 @@ def test_draws_of_a_stand_in_are_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert content(after[1:]) == content(before[1:])
 
 
-def test_more_than_a_few_and_one_percent_unreadable_stop_and_are_listed(tmp_path: Path) -> None:
-    path = tars.write(tmp_path / "a.tar", tars.samples(range(40), damaged=[10, 20, 26, 30]))
-    with loading(tars.webdataset(path)) as loader:
-        for _ in range(4):
-            next(loader)
-        with pytest.raises(RunError, match=r"4 of 40 samples .*=0.01 allows: .*a.tar:00(10|20|26|30) \(.*=0.1\."):
-            next(loader)
-
-
-def test_few_samples_say_little_before_the_first_epoch_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    with loading(shapes(samples=1000)) as loader:
-        drawn = [row for _ in range(3) for micro in next(loader) for row in micro.index_B.tolist()]
-    broken_rows(monkeypatch, dict.fromkeys(drawn[::8], UnreadableSampleError("no picture")))
-    with loading(shapes(samples=1000)) as loader:
-        for _ in range(3):
-            next(loader)
-        assert len(loader.skipped) == 3
-
-
 def test_a_run_of_unreadable_samples_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     broken_rows(monkeypatch, dict.fromkeys(range(37), UnreadableSampleError("no picture")))
     with loading(shapes()) as loader, pytest.raises(RunError, match="so are the samples after it: shapes"):
@@ -169,30 +150,12 @@ def assert_ends(before: set[int]) -> None:
     assert set(children()) <= before
 
 
-def test_micro_batches_follow_each_other_in_the_ranks_slice() -> None:
-    with loading(shapes(), micro_batch_size=8) as loader:
-        whole = next(loader)[0].index_B.tolist()
-    parts = []
-    for rank in range(2):
-        with loading(shapes(), rank=rank, ranks=2, micro_batch_size=2) as loader:
-            assert loader.micro_batches == 2
-            parts.append([micro.index_B.tolist() for micro in next(loader)])
-    assert parts == [[whole[0:2], whole[2:4]], [whole[4:6], whole[6:8]]]
-
-
 def test_prefetched_batches_are_not_counted() -> None:
     with loading(shapes(num_workers=2)) as loader:
         assert loader.state_dict()["position"] == 0
         next(loader)
         time.sleep(0.2)
         assert loader.state_dict()["position"] == loader.position == 1
-
-
-def test_seek_repeats_a_fixed_set() -> None:
-    with loading(shapes(num_workers=1)) as loader:
-        first = [content(next(loader)) for _ in range(3)]
-        loader.seek(0)
-        assert [content(next(loader)) for _ in range(3)] == first
 
 
 def test_a_random_crop_is_drawn_anew_each_epoch(tmp_path: Path) -> None:
@@ -203,13 +166,6 @@ def test_a_random_crop_is_drawn_anew_each_epoch(tmp_path: Path) -> None:
             images[crop] = next(loader)[0].image_BCHW
     assert len(images["random"].unique(dim=0)) == 8
     assert len(images["center"].unique(dim=0)) == 1
-
-
-def test_the_steps_of_epochs_cover_every_sample() -> None:
-    with loading(shapes()) as loader:
-        assert (loader.samples_per_epoch, loader.steps_of_epochs(1), loader.steps_of_epochs(3)) == (37, 5, 14)
-    with loading(shapes(samples=40)) as loader:
-        assert loader.steps_of_epochs(1) == 5
 
 
 @pytest.mark.parametrize(
@@ -228,16 +184,6 @@ def test_no_samples_are_refused() -> None:
     nothing = np.array([], dtype=int)
     with pytest.raises(ConfigError, match="left to read; check data and validate"), loading(shapes(), rows=nothing):
         pass
-
-
-def test_another_global_batch_size_is_refused() -> None:
-    with loading(shapes()) as loader:
-        state = loader.state_dict()
-    with (
-        loading(shapes(), global_batch_size=16) as loader,
-        pytest.raises(ConfigError, match="counts global batches of 8 samples, but train.global_batch_size=16"),
-    ):
-        loader.load_state_dict(state)
 
 
 def test_a_state_of_another_order_version_is_refused() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cascade_train.batch import Batch
 from cascade_train.data.data_set import open_data_set
@@ -21,7 +20,7 @@ from cascade_train.data.stream import StreamSpec
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.data import feeding as streams
 from tests.unit.data import tars
-from tests.unit.data.dataset_contract import content, loading
+from tests.unit.data.dataset_contract import check_form, content, loading
 from tests.unit.data.feeding import SAMPLES, feeding, streamed
 
 STEPS = 16  # of 6 samples: into the third epoch of each of 6 streams
@@ -49,15 +48,9 @@ def drawn(urls: Any, steps: int, **options: Any) -> list[tuple[int, str]]:
 def test_batches_have_the_documented_form(urls: list[str]) -> None:
     with feeding(streamed(urls)) as feed:
         step = next(feed)
+        assert len(step) == feed.micro_batches == 3
         assert feed.position == 1
-        assert feed.micro_batches == 3
-    assert [len(micro) for micro in step] == [2, 2, 2]
-    for micro in step:
-        assert micro.image_BCHW is not None
-        assert micro.image_BCHW.shape == (2, 3, 16, 16)
-        assert micro.image_BCHW.dtype == torch.uint8
-        assert micro.epoch_B.dtype == micro.index_B.dtype == torch.int64
-        assert micro.seed == 3
+    check_form(step, 16)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])

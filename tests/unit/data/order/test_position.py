@@ -83,7 +83,7 @@ def test_a_state_continues_exactly_and_its_states_are_the_same(leftover: str, ra
 @pytest.mark.parametrize("leftover", ["carry", "drop", "flush"])
 def test_another_batch_size_is_refused_or_continues_the_epoch(leftover: str, caplog: pytest.LogCaptureFixture) -> None:
     first = order(leftover=leftover)
-    with pytest.raises(ConfigError, match="continue with other batches by data.on_change=restart"):
+    with pytest.raises(ConfigError, match="batches of 8 .* train.global_batch_size=6: .* data.on_change=restart"):
         order(size=6, leftover=leftover).restore(saved(first, 5))
     second = order(size=6, leftover=leftover, on_change="restart")
     assert second.restore(saved(first, 5)) == 5

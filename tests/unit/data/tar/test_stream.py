@@ -41,7 +41,12 @@ def read(url: Path | str, **options: Any) -> list[tuple[str, dict[str, bytes]]]:
 def test_every_way_of_reading_gives_the_same_samples(
     tmp_path: Path, end: str, squeeze: Callable[[bytes], bytes]
 ) -> None:
-    files = [*tars.samples(range(3)), ("0002.json", b"{}"), ("0002.mask.png", tars.picture()), ("a.bin", bytes(10**6))]
+    files = [
+        *tars.samples(range(3)),
+        ("0002.json", b"{}"),
+        ("0002.mask.png", tars.picture()),
+        ("a.bin", bytes(3 * 2**20)),
+    ]
     path = tars.write(tmp_path / "a.tar", files)
     squeezed = tmp_path / f"a.tar{end}"
     squeezed.write_bytes(squeeze(path.read_bytes()))
@@ -52,20 +57,6 @@ def test_every_way_of_reading_gives_the_same_samples(
     assert read(f"pipe:cat {path}") == expected
     if end == ".gz":  # the others' programs are not everywhere
         assert read(f"pipe:cat {squeezed} | gzip -d") == expected
-
-
-@pytest.mark.parametrize("key", ["ключ/猫", "a b/c'd\"", "é" * 100])
-def test_keys_may_be_any_text(tmp_path: Path, key: str) -> None:
-    path = tars.write(tmp_path / "a.tar", [(f"{key}.png", tars.picture()), (f"{key}.txt", "猫".encode())])
-    assert [name for name, _ in read(f"pipe:cat '{path}'")] == [key]
-    assert tars.webdataset(path).open().keys.tolist() == [key.encode()]
-
-
-def test_what_is_no_sample_is_counted(tmp_path: Path) -> None:
-    path = tars.write(tmp_path / "a.tar", [*tars.samples([0]), ("1.png", b"x"), ("2.txt", b"x"), ("noextension", b"x")])
-    dropped = Dropped()
-    assert len(read(f"pipe:cat {path}", dropped=dropped)) == 1
-    assert (dropped.without_caption, dropped.without_image) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -120,24 +111,6 @@ def test_a_damaged_compressed_tar_is_named(tmp_path: Path, damage: Callable[[byt
         read(path)
 
 
-def test_names_that_leave_the_folder_are_only_keys(tmp_path: Path) -> None:
-    inside = tmp_path / "inside"
-    inside.mkdir()
-    image, outside = tars.picture(), [f"../{tmp_path.name}-evil", "/tmp/cascade-train-evil", "../../../../etc/evil"]
-    files = [(f"{name}.{end}", content) for name in outside for end, content in (("png", image), ("txt", b"text"))]
-    path = tars.write(inside / "a.tar", files)
-    with tarfile.open(path, "a") as tar:
-        link = tarfile.TarInfo("link.png")
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        tar.addfile(link)
-    assert [key for key, _ in read(f"pipe:cat {path}")] == outside
-    source = tars.webdataset(path)
-    assert [key.decode() for key in source.open().keys] == outside
-    assert source.read(0).image == image
-    assert not Path("/tmp/cascade-train-evil.png").exists()
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["inside"]
-
-
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
 def test_a_header_that_claims_gigabytes_takes_no_memory(tmp_path: Path, kind: bytes) -> None:
     header = tarfile.TarInfo("a.png")
@@ -175,11 +148,6 @@ def test_a_file_that_unpacks_to_too_much_is_refused_before_it_is_read(tmp_path: 
         assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
     finally:
         tracemalloc.stop()
-
-
-def test_a_large_file_that_is_not_wanted_is_read_over(tmp_path: Path) -> None:
-    path = tars.write(tmp_path / "a.tar", [("0000.bin", bytes(3 * 2**20)), *tars.samples([0])])
-    assert [key for key, _ in read(f"pipe:cat {path}", max_file_bytes=2**20)] == ["0000"]
 
 
 def test_a_member_of_two_gigabytes_is_passed_over(tmp_path: Path) -> None:
