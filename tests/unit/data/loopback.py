@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 BUCKET = "bucket"
+REFUSALS = {"busy": (503, "SlowDown"), "forbidden": (403, "AccessDenied"), "teapot": (418, "Teapot")}
 
 
 def point_at(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
@@ -50,25 +51,19 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, self.server.content, b"")
 
     def do_GET(self) -> None:  # noqa: N802
-        fault = self.server.next_fault()
+        fault = self.server.faults.pop(0) if self.server.faults else None
         content = self.server.content
         first, last = (int(part) for part in self.headers["Range"].removeprefix("bytes=").split("-"))
         part = content[first : last + 1]
         self.server.ranges.append((first, last))
-        if fault == "busy":
-            self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
-        elif fault == "forbidden":
-            self._answer(403, b"<Error><Code>AccessDenied</Code></Error>")
-        elif fault == "teapot":
-            self._answer(418, b"<Error><Code>Teapot</Code></Error>")
+        if fault in REFUSALS:
+            status, code = REFUSALS[fault]
+            self._answer(status, f"<Error><Code>{code}</Code></Error>".encode())
         elif fault == "whole":
             self._answer(200, content)
-        elif fault == "cut":
+        elif fault in ("cut", "stall"):
             self._answer(206, part, part[: len(part) // 2], first)
-            self.close_connection = True
-        elif fault == "stall":
-            self._answer(206, part, part[: len(part) // 2], first)
-            self.server.released.wait(5)
+            self.server.released.wait(5 if fault == "stall" else 0)
             self.close_connection = True
         else:
             self._answer(206, part, part, first, etag='"another"' if fault == "changed" else '"first"')
@@ -106,7 +101,6 @@ class FaultyS3(ThreadingHTTPServer):
         self.faults: list[str] = []
         self.ranges: list[tuple[int, int]] = []
         self.released = threading.Event()
-        self._lock = threading.Lock()
 
     @property
     def endpoint(self) -> str:
@@ -114,10 +108,6 @@ class FaultyS3(ThreadingHTTPServer):
 
     def handle_error(self, *_: Any) -> None:
         """Say nothing of clients that went away."""
-
-    def next_fault(self) -> str | None:
-        with self._lock:
-            return self.faults.pop(0) if self.faults else None
 
 
 @contextmanager

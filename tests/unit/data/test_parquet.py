@@ -163,8 +163,6 @@ def test_columns_that_cannot_serve_are_refused(tmp_path: Path, options: dict[str
 def test_what_is_no_parquet_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="is no parquet file, nor a folder that holds some"):
         parquet(tmp_path).open()
-    with pytest.raises(ConfigError, match=r"data.path=\[\] names no file"):
-        parquet([]).open()
     with pytest.raises(ValueError, match="belong together: set both, or none"):
         parquet(tmp_path, width_column="w")
     (tmp_path / "a.parquet").write_bytes(b"no parquet at all")
@@ -202,9 +200,3 @@ def test_a_value_that_python_does_not_have_is_absent(tmp_path: Path) -> None:
     source = parquet(tmp_path / "a.parquet", captions=Captions(key="more"))
     source.open()
     assert [source.read(row).values.get("more") for row in range(3)] == ["a", None, "c"]
-
-
-def test_captions_of_several_texts_are_lines(tmp_path: Path) -> None:
-    source = parquet(write(tmp_path / "a.parquet", [{"image": tars.picture(), "text": ["one", "two"]}]))
-    source.open()
-    assert source.read(0).caption == "one\ntwo"

@@ -66,11 +66,6 @@ def test_files_of_a_folder_have_limits_and_devices_are_not_opened(tmp_path: Path
         assert len(folder(tmp_path, row_filters={"score": "> 4"}, max_text_kib=limit).open()) == left
 
 
-def test_no_limit_reads_any_file(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"x" * 5000)
-    assert len(FileLimits(max_file_mib=None, max_text_kib=None).read(tmp_path / "a", "caption")) == 5000
-
-
 def test_names_in_a_tar_are_keys_and_never_paths(tmp_path: Path) -> None:
     place = tmp_path / "in" / "a.tar"
     place.parent.mkdir()

@@ -36,6 +36,7 @@ from cascade_train.models.image_quality import ClipScore
 from cascade_train.models.stable_diffusion.formats.stored_pipeline import _VAE, stored_pipeline
 from tests.unit.data import tars
 from tests.unit.data.test_folder import folder
+from tests.unit.data.test_folder import write as put
 from tests.unit.data.test_parquet import parquet, rows_of
 from tests.unit.data.test_parquet import write as write_parquet
 from tests.unit.data.test_table import table
@@ -84,12 +85,6 @@ def run(call: Call) -> None:
 
 def _private() -> int:
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-
-
-def put(path: Path, content: bytes | str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
 
 
 def sparse(path: Path) -> Path:
@@ -225,35 +220,22 @@ def npz(header: str) -> bytes:
     return file.getvalue()
 
 
+def reading(read: Callable[..., Any], form: str = "{}") -> Callable[[Path], Call]:
+    """Return what reads a file whose path stands in a text of this form."""
+    return lambda path: partial(read, form.format(path))
+
+
 quarantined, cached = partial(partial, read_quarantine), partial(partial, read_cache)
+prompted, classes, looked_at = reading(read_prompts, "@{}"), reading(Prompts.load), reading(holds_lora)
+indexed, sharded = reading(find_pipeline, "{0.parent}"), reading(open_weights, "{0.parent}")
 
 
 def listed(path: Path) -> Call:
     return Listings(path)._read
 
 
-def prompted(path: Path) -> Call:
-    return partial(read_prompts, f"@{path}")
-
-
-def classes(path: Path) -> Call:
-    return partial(Prompts.load, str(path))
-
-
-def indexed(path: Path) -> Call:
-    return partial(find_pipeline, str(path.parent))
-
-
-def sharded(path: Path) -> Call:
-    return partial(open_weights, str(path.parent))
-
-
 def filtered(path: Path) -> Call:
     return partial(read_tensors, path, KNOWN)
-
-
-def looked_at(path: Path) -> Call:
-    return partial(holds_lora, str(path))
 
 
 def opened(path: Path) -> Call:

@@ -52,11 +52,6 @@ def pixels_of(encoded: bytes) -> np.ndarray:
     return decode(encoded, WHOLE, max_pixels=None).pixels
 
 
-def test_pixels_and_size_have_the_documented_form() -> None:
-    decoded = decode(encode(halves(), "png"), WHOLE, max_pixels=None)
-    assert (decoded.pixels.shape, decoded.pixels.dtype, decoded.size) == ((20, 40, 3), np.uint8, (20, 40))
-
-
 def test_an_array_is_taken_as_it_is() -> None:
     pixels = np.zeros((3, 5, 3), dtype=np.uint8)
     decoded = decode(pixels, (1, 1), max_pixels=1)

@@ -93,17 +93,6 @@ def test_the_offset_moves_the_crop_from_edge_to_edge(across: float, red: int, bl
     assert np.unique(pixels[2, :, 1:-1]).tolist() == [blue]
 
 
-def test_the_centre_crop_is_symmetric() -> None:
-    pixels = framed(encode(halves(), "png"), 10, 10).image
-    assert np.array_equal(pixels[0], pixels[2][:, ::-1])
-
-
-def test_shrinking_averages_instead_of_picking() -> None:
-    board = (np.indices((64, 64)).sum(axis=0) % 2 * 255).astype(np.uint8)
-    pixels = framed(encode(Image.fromarray(board), "png"), 8, 8).image
-    assert np.abs(pixels.astype(int) - 127).max() < 20
-
-
 @pytest.mark.parametrize("flip_prob", [0.0, 1.0])
 @pytest.mark.parametrize("crop", ["center", "random", "saliency"])
 @pytest.mark.parametrize("kind", ["png", "jpeg"])

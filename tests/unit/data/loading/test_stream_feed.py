@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -119,29 +118,6 @@ def test_ranks_put_their_places_together(urls: list[str], uninterrupted: list[st
             feed.load_state_dict(state)
             step += next(feed)
     assert content(step) == uninterrupted[5]
-
-
-def test_a_killed_run_continues_on_other_ranks_and_workers(urls, tmp_path, uninterrupted):
-    saved = tmp_path / "state.json"
-
-    def run_until_killed() -> None:
-        with feeding(streamed(urls, num_workers=2)) as feed:
-            contents = [content(next(feed)) for _ in range(3)]
-            saved.write_text(json.dumps({"state": feed.state_dict(), "contents": contents}))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    run = multiprocessing.get_context("fork").Process(target=run_until_killed)
-    run.start()
-    run.join(60)
-    assert run.exitcode == -signal.SIGKILL
-    left = json.loads(saved.read_text())
-    assert left["contents"] == uninterrupted[:3]
-    step: list[Batch] = []
-    for rank in range(2):
-        with feeding(streamed(urls), rank=rank, ranks=2, micro_batch_size=3) as feed:
-            feed.load_state_dict(left["state"])
-            step += next(feed)
-    assert content(step) == uninterrupted[3]
 
 
 def test_a_killed_worker_ends_the_run_and_the_next_continues(urls, uninterrupted, monkeypatch):

@@ -13,23 +13,14 @@ from cascade_train.data.order.plan import Layouts, Plan, Start, Step, group, per
 from cascade_train.errors import ConfigError
 
 SHARDS = np.repeat(np.arange(10), [5, 1, 7, 3, 9, 2, 8, 4, 6, 5])
-LAYOUT = ("shards", "rows", "seed", "window_shards", "replacement", "image_size", "ratios", "sizes", "random_share")
+LAYOUT = ("shards", "rows", "seed", "window_shards", "replacement", "ratios", "sizes", "random_share")
 
 
 def layouts(
-    *,
-    shards: np.ndarray = SHARDS,
-    rows: np.ndarray | None = None,
-    seed: int = 0,
-    window_shards: int = 3,
-    replacement: bool = False,
-    image_size: int = 64,
-    ratios: list[str | float] | None = None,
-    sizes: np.ndarray | None = None,
-    random_share: float = 0.0,
+    *, shards: np.ndarray = SHARDS, rows: Any = None, ratios: Any = None, sizes: Any = None, **options: Any
 ) -> Layouts:
     """Lay out samples whose (width, height) are `sizes`."""
-    table = Buckets(multiple_px=8).table(image_size, ratios)
+    table = Buckets(multiple_px=8).table(64, ratios)
     samples = np.zeros(len(shards), dtype=ROW_FIELDS)
     samples["shard"] = shards
     if sizes is not None:
@@ -41,10 +32,7 @@ def layouts(
         table=samples,
         rows=rows,
         own=group(rows, shard_numbers(samples["shard"][rows]), nearest, len(table.sizes_K2)),
-        random_share=random_share,
-        seed=seed,
-        window_shards=window_shards,
-        replacement=replacement,
+        **{"random_share": 0.0, "seed": 0, "window_shards": 3, "replacement": False, **options},
     )
 
 
