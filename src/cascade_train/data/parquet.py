@@ -55,7 +55,7 @@ class Parquet(TableSource):
             raise ValueError("data.width_column and data.height_column belong together: set both, or none")
         super().__post_init__()
         self._columns = Columns(self.image_column, self.caption_column, self.width_column, self.height_column)
-        self._groups = RowGroups(self.shuffle_window_shards + 1)
+        self._kept = PerProcess[OrderedDict[tuple[Path, int], Any]](OrderedDict)  # row groups, the last read at the end
         self._gives_sizes = self.width_column is not None
 
     def check(self) -> None:
@@ -122,8 +122,7 @@ class Parquet(TableSource):
         """See `Source.read`; a row group is read whole, and stays in memory for a while."""
         entry = self._index.table[row]
         path, group = self._shards[entry["shard"]]
-        names = None if self.captions.needs_values else list(filter(None, self._columns))
-        values = self._groups.row(path, group, int(entry["row"]), names)
+        values = _plain_row(self._row_group(path, group).slice(int(entry["row"]), 1))
         image, name = picture_of(values[self.image_column])
         if image is None:
             image = self.limits.read(self._root(path) / name, "image")
@@ -135,6 +134,17 @@ class Parquet(TableSource):
             key=self._index.name(row),
             values={key: value for key, value in _without_none(values).items() if key != self.image_column},
         )
+
+    def _row_group(self, path: Path, group: int) -> Any:
+        """Return a row group, kept in memory or read; an UnreadableSampleError if it is damaged."""
+        kept = self._kept()
+        if (path, group) not in kept:
+            while len(kept) > self.shuffle_window_shards:
+                kept.popitem(last=False)
+            names = None if self.captions.needs_values else list(filter(None, self._columns))
+            kept[path, group] = _read_group(path, group, names)
+        kept.move_to_end((path, group))
+        return kept[path, group]
 
 
 @contextmanager
@@ -240,24 +250,6 @@ def _side(column: str, value: Any) -> int:
         if not 0 <= (side := int(value)) < 2**31:
             raise ValueError("out of bounds")
         return side
-
-
-class RowGroups:
-    """The row groups that were read last, at most `capacity` of them. A copy in another process reads its own."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._kept = PerProcess[OrderedDict[tuple[Path, int], Any]](OrderedDict)
-
-    def row(self, path: Path, group: int, row: int, names: list[str] | None) -> dict[str, Any]:
-        """Return one row by column, of the columns `names`, None = all; an UnreadableSampleError if it is damaged."""
-        kept = self._kept()
-        if (path, group) not in kept:
-            while len(kept) >= self._capacity:
-                kept.popitem(last=False)
-            kept[path, group] = _read_group(path, group, names)
-        kept.move_to_end((path, group))
-        return _plain_row(kept[path, group].slice(row, 1))
 
 
 def _read_group(path: Path, group: int, names: list[str] | None) -> Any:

@@ -167,7 +167,7 @@ def test_a_survey_says_how_pictures_fit_their_sizes(tmp_path: Path) -> None:
     (bucket,) = found.buckets
     assert (bucket.height, bucket.width, bucket.samples, bucket.enlarged) == (16, 16, 8, 2)
     assert (found.samples, found.pictures, found.read) == (8, 4, 4)
-    assert found.cropped == pytest.approx(0.5 * 3 / 4)
+    assert found.shapes[0].cropped == pytest.approx(0.5 * 3 / 4)
     assert found.captions["root:small.png"] == "small"
 
 

@@ -20,7 +20,6 @@ from cascade_train.data.tags import Tags
 from cascade_train.errors import RunError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import loading
-from tests.unit.data.test_mixture import regularised
 from tests.unit.data.test_shapes import shapes
 
 PIXELS = np.zeros((1, 1, 3), dtype=np.uint8)
@@ -203,17 +202,6 @@ def test_a_missing_json_is_counted_where_captions_need_it(tmp_path: Path) -> Non
         texts = [text for _ in range(5) for micro in next(loader) for text in micro.captions]
         assert set(texts) == {"T", "picture 1", "picture 2", "picture 3"}
         assert [each.reason for each in loader.skipped] == ["it has no readable json, which data.captions asks for"]
-
-
-def test_each_of_two_sources_has_captions_of_its_own() -> None:
-    source = regularised()
-    source.source.captions = Captions(template="own: {}")
-    with loading(source) as loader:
-        texts = [pair for batch in next(loader) for pair in zip(batch.keys, batch.captions, strict=True)]
-        pairs = {(key.split(":")[0], text.startswith("own: ")) for key, text in texts}
-    assert pairs == {("shapes-seed0-star-star=[star]", True), ("shapes-seed1-circle", False)}
-    with pytest.raises(ValueError, match="data.captions belongs to each of the joined sources here: set data.source"):
-        regularised(captions=Captions(choose="first"))
 
 
 def test_the_words_of_a_scene_fill_templates() -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from cascade_train.data.sample import UnreadableSampleError
 
@@ -22,9 +22,6 @@ FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM")
 
 SCALED_ROOM = 1.25
 """A JPEG is decoded at a fraction of its size only where this times the target is left."""
-
-ORIENTATION_TAG = 0x0112
-"""EXIF: how a picture is rotated or mirrored, 1 to 8; 1 = not at all."""
 
 _FRACTIONS = (8, 4)  # half the size saves a sixth of the time and costs 8 dB: not worth it (bench/results/data.md)
 _PIL_SETTINGS = threading.RLock()  # its limit and Python's warning filters are global to the process
@@ -139,10 +136,10 @@ def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation, 1 where there is none. Never decodes pixels, so that a header is enough."""
+    """Return the EXIF orientation, 1 to 8; 1 = upright, or none. Never decodes pixels, so that a header is enough."""
     if image.format == "PNG" and "exif" not in image.info:
         return 1
-    orientation = image.getexif().get(ORIENTATION_TAG, 1)
+    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     return orientation if orientation in range(1, 9) else 1
 
 

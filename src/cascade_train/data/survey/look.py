@@ -80,11 +80,6 @@ class Survey:
         """Name -> caption of the pictures that could be read."""
         return {name: text.caption for name, text in self.texts.items()}
 
-    @property
-    def cropped(self) -> float:
-        """Mean share of a picture that is cropped away."""
-        return self.shapes[0].cropped
-
 
 def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
     """Look at samples that are not a stream; `read` pictures are read and decoded, evenly spread, None = all.

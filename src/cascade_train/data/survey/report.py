@@ -66,11 +66,11 @@ class Report:
 
     def counts(self) -> list[str]:
         """Return how many samples there are, and what their captions are like, in lines."""
-        found = self.survey
+        found, cropped = self.survey, 100 * self.survey.shapes[0].cropped
         lines = [
             f"{found.samples} samples in an epoch, {found.pictures} different pictures",
             f"{found.read} of them read and decoded",
-            f"{len(found.buckets)} training sizes; {100 * found.cropped:.1f} % of a picture is cut away on average",
+            f"{len(found.buckets)} training sizes; {cropped:.1f} % of a picture is cut away on average",
             f"{sum(each.enlarged for each in found.buckets)} of {found.samples} samples are enlarged",
         ]
         if self.tokens:

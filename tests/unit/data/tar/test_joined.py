@@ -119,37 +119,25 @@ def test_splits_shapes_steps_and_states_are_those_of_few(
     assert isinstance(again.training.rows, MappedArray)
 
 
-def _cut(folder: Path) -> None:
-    os.truncate(folder / "table.npy", (folder / "table.npy").stat().st_size - 8)
-
-
-def _overwrite(folder: Path) -> None:
-    file = folder / "keys.npy"
-    file.write_bytes(b"x" * file.stat().st_size)
-
-
-def _pipe(folder: Path) -> None:
-    (folder / "table.npy").unlink()
-    os.mkfifo(folder / "table.npy")
-
-
-def _foreign(folder: Path) -> None:
-    (folder / "sizes.json").write_text("[1]")
+DAMAGE: list[tuple[str, Callable[[Path], Any]]] = [
+    ("table.npy", lambda file: os.truncate(file, file.stat().st_size - 8)),
+    ("keys.npy", lambda file: file.write_bytes(b"x" * file.stat().st_size)),
+    ("table.npy", lambda file: (file.unlink(), os.mkfifo(file))),
+    ("sizes.json", lambda file: file.write_text("[1]")),
+    ("content.npy", Path.unlink),
+    ("sizes.json", Path.unlink),
+]
 
 
 @pytest.mark.usefixtures("many")
-@pytest.mark.parametrize(
-    "damage",
-    [_cut, _overwrite, _pipe, _foreign, lambda folder: (folder / "content.npy").unlink(),
-     lambda folder: (folder / "sizes.json").unlink()],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "damage"), DAMAGE)
 def test_a_damaged_folder_is_made_anew(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], Any]
 ) -> None:
     url = sized(tmp_path)
     before = tars.webdataset(url).open()
     (folder,) = cached(tmp_path)
-    damage(folder)
+    damage(folder / name)
     again = tars.webdataset(url).open()
     assert caplog.text.count(" is damaged (") == 1
     assert again.keys.tolist() == [b"00", b"01", *again.keys.tolist()[2:]]
