@@ -72,11 +72,11 @@ def private_mib() -> float:
 def start(folder: Path, tars: int, kind: str, ratios: int | None) -> dict[str, float]:
     """Open the data as a run does, find the first step and one in the middle; return seconds and MiB."""
     from cascade_train.data.data_set import open_data_set
-    from cascade_train.data.tar import joined
+    from cascade_train.data.tar import index as tar_index
     from cascade_train.data.webdataset import WebDataset
 
     if kind == "memory":
-        joined.MANY_TARS = sys.maxsize
+        tar_index.MANY_TARS = sys.maxsize
     before, begin, cpu = private_mib(), time.perf_counter(), time.process_time()
     url = f"{folder}/{{000000..{tars - 1:06d}}}.tar"
     options = OPTIONS if ratios is None else {**OPTIONS, "aspect_ratios": [1 + n / 32 for n in range(ratios)]}

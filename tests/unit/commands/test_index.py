@@ -8,7 +8,6 @@ import pytest
 
 from cascade_train.__main__ import launch
 from cascade_train.data.tar import index as tar_index
-from cascade_train.data.tar import joined
 from tests.unit.data import tars
 
 
@@ -30,7 +29,7 @@ def cached(folder: Path) -> list[str]:
 def test_tars_are_indexed_by_several_processes_and_once(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joined, "MANY_TARS", 5)
+    monkeypatch.setattr(tar_index, "MANY_TARS", 5)
     assert indexed(folder, "processes=2") == 0
     assert "5 tars were indexed, 0 had an index (" in capsys.readouterr().out
     assert cached(folder) == ["0", "1", "2", "3", "4", "joined"]
@@ -51,7 +50,7 @@ def test_jobs_share_the_tars_and_verdicts_of_filters_are_made_too(folder: Path) 
 def test_verify_indexes_a_tar_again_whose_content_changed_behind_its_size_and_time(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joined, "MANY_TARS", 5)
+    monkeypatch.setattr(tar_index, "MANY_TARS", 5)
     assert indexed(folder, "processes=1") == 0
     path = folder / "3.tar"
     content, times = path.read_bytes(), path.stat()
@@ -59,7 +58,7 @@ def test_verify_indexes_a_tar_again_whose_content_changed_behind_its_size_and_ti
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert indexed(folder, "processes=1") == 0
     other = str(folder / "{2..3}.tar")
-    monkeypatch.setattr(joined, "MANY_TARS", 2)
+    monkeypatch.setattr(tar_index, "MANY_TARS", 2)
     stale = tars.webdataset(other).open().content_record
     assert indexed(folder, "processes=1", "verify=true") == 1
     assert tars.webdataset(other).open().content_record != stale
