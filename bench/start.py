@@ -5,7 +5,8 @@ python bench/start.py --rounds 5 --tasks lora --before ../other/src
 
 `hydra` composes the same configuration in a bare Hydra application. `imports` of a training are those of a process
 that imports the modules which a training of one step had imported when it ended, each without what its package would
-import beside it where the training did without that; `needs` imports only the libraries that the training cannot do
+import beside it where the training did without that; `first step` is a training that ends when it has taken one, before
+it saves, exports, draws and reports; `needs` imports only the libraries that the training cannot do
 without: the class of its network, its text tower, an optimizer that steps, checkpoints. `four libraries` imports
 torch, transformers, torchvision and accelerate. With `--before` trainings of another checkout take turns with these.
 """
@@ -60,6 +61,21 @@ modules = Path(sys.argv.pop(1))
 atexit.register(lambda: modules.write_text("\\n".join(sys.modules)))
 main()
 """
+FIRST_STEP = """
+import os, sys
+from cascade_train.__main__ import main
+from cascade_train.engine.loop import Trainer
+
+step = Trainer.train_step
+
+def train_step(*args):
+    step(*args)
+    sys.stderr.flush()
+    os._exit(0)
+
+Trainer.train_step = train_step
+main()
+"""
 IMPORT = """
 import contextlib, sys, warnings
 from pathlib import Path
@@ -111,11 +127,12 @@ def measure(rounds: int, folder: Path, tasks: Sequence[str], before: Path | None
         starts[f"{task}, one step"] = "-c", TRAIN, f"{task}.modules", *run
         if before is not None:
             starts[f"{task}, before, one step"] = "-c", TRAIN, f"{task}-before.modules", *run
+        starts[f"{task}, first step"] = "-c", FIRST_STEP, *run
         starts[f"{task}, imports"] = "-c", IMPORT, f"{task}.modules"
     taken: dict[str, list[float]] = {name: [] for name in starts}
     for turn in range(rounds + 1):
         for name, arguments in starts.items():
-            own = (f"run.dir={folder}/{turn}-{name.replace(', ', '-')}",) if name.endswith("one step") else ()
+            own = (f"run.dir={folder}/{turn}-{name.replace(', ', '-')}",) if name.endswith("step") else ()
             source = before if ", before" in name else None
             taken[name].append(cpu_seconds((*arguments, *own), folder, source))
     return {name: values[1:] for name, values in taken.items()}
