@@ -22,7 +22,7 @@ from cascade_train.models.formats.export import quiet, read_back_error, reconstr
 from cascade_train.models.formats.weights import put_tensors, read_belonging
 from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.frozen_part import LatentCodec
-from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise, torch_rule
+from cascade_train.models.initialize import initialise, torch_rule
 from cascade_train.models.stage import AutoencoderStage, Images, Save
 from cascade_train.options import File, Positive, check_blocks, check_fields
 
@@ -103,15 +103,11 @@ class KLAutoencoder(KLOptions, LatentCodec):
 
         `dtype` is that of frozen modules, for `precision` auto.
         """
-        dtype = torch.float32 if self.precision == "fp32" else dtype
-        with torch.device("meta"):
-            module, gain = self._make()
-        if self.weights is None:
-            initialise(module, convolution_rule(gain), device=device, dtype=dtype, seed=FROZEN_SEED)
-        else:
-            fill_vae(module, self.weights, self.arguments, key="model.vae.weights", device=device, dtype=dtype)
-            self._compare_scale(self.weights, "model.vae.weights")
-        self.module = module.eval().requires_grad_(requires_grad=False)
+        super().build(device=device, dtype=torch.float32 if self.precision == "fp32" else dtype)
+
+    def _load(self, module: nn.Module, weights: str, **where: Any) -> None:
+        fill_vae(module, weights, self.arguments, **where)
+        self._compare_scale(weights, where["key"])
 
     def _compare_scale(self, weights: str, key: str) -> None:
         """Warn where the configuration beside the weights names another scale: nothing else would show it."""
@@ -153,7 +149,6 @@ class VAEStage(KLOptions, AutoencoderStage):
     """Diffusers' `AutoencoderKL` (Rombach et al. 2022, section 3.1). It has no captions, and denoises nothing.
 
     Args:
-        random_encoders: there are none beside the network; here so that `debug=random_weights` fits every model.
         weights: folder of diffusers or hub id, a pipeline's or its own; a run; or a single file, of diffusers' names or
             the original's, with other parts in it or without; null = from scratch.
         scaling_factor: what latents are multiplied by for the model that is trained on them; written into the export.
@@ -168,20 +163,10 @@ class VAEStage(KLOptions, AutoencoderStage):
     part = "vae"
     latent_name = "latent"
 
-    image_size: int
-    precision: Literal["bf16", "fp32"]
-    seed: int
-    random_encoders: bool
-    weights: File[str | None]
-
     def __post_init__(self) -> None:
         self.arguments = self.kl_arguments(key="model")
-        self.image_multiple = stride = 2 ** (len(self.block_out_channels) - 1)
-        if self.image_size < stride or self.image_size % stride:
-            raise ValueError(
-                f"model.image_size={self.image_size}: must be a multiple of {stride} pixels, the stride of the "
-                "autoencoder"
-            )
+        self.image_multiple = 2 ** (len(self.block_out_channels) - 1)
+        self._check_image_size("the stride of the autoencoder")
 
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
         """Make the network on the meta device, then load or initialise it on `device`."""
@@ -198,8 +183,6 @@ class VAEStage(KLOptions, AutoencoderStage):
     @torch.no_grad()
     def encode(self, images: Images) -> Tensor:
         """Encode (B, 3, H, W) float in [0, 1] to the means of the latents, (B, C, H / stride, W / stride) fp32."""
-        if not isinstance(images, Tensor):
-            raise AssertionError("nothing that an autoencoder which trains makes of images can be cached")
         return self.scaling_factor * self.network(images, only="encode")
 
     @torch.no_grad()

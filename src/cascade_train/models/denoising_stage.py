@@ -83,11 +83,7 @@ class DenoisingStage(Stage):
                     f"model.{name}.train=true: the text tower of {self.name} stays as it is; for adapters in it, set "
                     "task.text_encoder_filters of task=lora"
                 )
-        if self.image_size < self.image_multiple or self.image_size % self.image_multiple:
-            raise ValueError(
-                f"model.image_size={self.image_size}: must be a multiple of {self.image_multiple} pixels, "
-                f"the stride of model.{self.multiple_of}"
-            )
+        self._check_image_size(f"the stride of model.{self.multiple_of}")
         for key, name, attribute in self.widths:
             found = self.network_config.arguments[key]
             if name in self._parts and found != getattr(self._parts[name], attribute):

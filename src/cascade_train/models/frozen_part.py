@@ -62,7 +62,7 @@ class FrozenPart(abc.ABC):
             return []
         return [WeightsSpec(key=f"model.{self.key}.weights", source=self.weights, part=self.folder)]
 
-    def build(self, *, device: torch.device) -> None:
+    def build(self, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         """Make the module on `device`, with the values of `weights` or of a fixed seed.
 
         A ConfigError for weights that do not exist or belong to another module.
@@ -70,11 +70,13 @@ class FrozenPart(abc.ABC):
         with torch.device("meta"):
             module, gain = self._make()
         if self.weights is None:
-            initialise(module, convolution_rule(gain), device=device, dtype=torch.float32, seed=FROZEN_SEED)
+            initialise(module, convolution_rule(gain), device=device, dtype=dtype, seed=FROZEN_SEED)
         else:
-            where = {"device": device, "key": f"model.{self.key}.weights", "part": self.folder}
-            load_module(module, self.weights, dtype=torch.float32, renamed=self.renamed, **where)
+            self._load(module, self.weights, key=f"model.{self.key}.weights", device=device, dtype=dtype)
         self.module = module.eval().requires_grad_(False)
+
+    def _load(self, module: nn.Module, weights: str, **where: Any) -> None:
+        load_module(module, weights, part=self.folder, renamed=self.renamed, **where)
 
     @abc.abstractmethod
     def _make(self) -> tuple[nn.Module, float]:

@@ -223,6 +223,12 @@ class Stage(abc.ABC):
     text_encoder: TextEncoder
     scheduler: Mapping[str, Any] | None = None
 
+    def _check_image_size(self, meaning: str) -> None:
+        """Refuse an image size that is no multiple of `image_multiple`, of which `meaning` says what it is."""
+        size, multiple = self.image_size, self.image_multiple
+        if size < multiple or size % multiple:
+            raise ConfigError(f"model.image_size={size}: must be a multiple of {multiple} pixels, {meaning}")
+
     @abc.abstractmethod
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
         """Make every module on the meta device, then load or initialise it on `device`.
@@ -352,14 +358,23 @@ class Stage(abc.ABC):
         return self.network(noised_BCHW, timestep_ratio_B, **cond, control=control, return_dict=False)[0]
 
 
+@dataclass(kw_only=True, eq=False)
 class AutoencoderStage(Stage):
-    """Base of the stages that are autoencoders."""
+    """Base of the stages that are autoencoders.
+
+    Args:
+        random_encoders: there are none beside the network; here so that `debug=random_weights` fits every model.
+    """
 
     denoises = False
     image_keep_prob = 0.0
     needs_image = True
     why_not_cached = "its encoder trains"
 
+    image_size: int
+    precision: Literal["bf16", "fp32"]
+    seed: int
+    random_encoders: bool
     weights: File[str | None]
     latent_channels: int
 

@@ -35,6 +35,8 @@ def test_psnr_is_that_of_a_known_error() -> None:
     assert psnr(image, original).tolist() == pytest.approx([20.0, 40.0], abs=1e-3)
     same = image_quality(original, original)
     assert (same["psnr"].tolist(), same["ssim"].tolist()) == ([100.0, 100.0], [1.0, 1.0])
+    brighter = image_quality(original + 0.1, original)["ssim"].tolist()
+    assert brighter == pytest.approx([(2 * 0.5 * 0.6 + 1e-4) / (0.25 + 0.36 + 1e-4)] * 2, abs=1e-3)
 
 
 def test_means_of_squares_brought_back_are_what_is_to_be_beaten() -> None:
@@ -127,7 +129,7 @@ def test_another_network_is_refused_and_so_is_a_missing_library(
         with pytest.raises(ConfigError, match=f"features=.*page.pth: .*is a web page.*Give .*{wanted}.*, or null"):
             load(str(tmp_path / "page.pth"), device=CPU, key="features")
     monkeypatch.setattr("cascade_train.models.image_quality.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="Reconstructions are measured by the library torchmetrics, which is not"):
+    with pytest.raises(ConfigError, match=r"by the library torchmetrics, which is not .*--editable '\.\[metrics\]'"):
         load_lpips("vgg.safetensors", device=CPU, key="validate.lpips")
     with pytest.raises(ConfigError, match=r"is measured by the library torch-fidelity, .*--editable '\.\[metrics\]'"):
         load_inception(str(tmp_path / "other.safetensors"), device=CPU, key="validate.rfid")

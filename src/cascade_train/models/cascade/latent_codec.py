@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.models.frozen_part import LatentCodec
-from cascade_train.options import File, check_blocks
+from cascade_train.options import File, Positive, check_blocks, check_fields
 
 if TYPE_CHECKING:
     from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
@@ -23,7 +23,35 @@ ORIGINAL_NAMES = {"vquantizer.codebook.": "vquantizer.embedding."}
 
 
 @dataclass(kw_only=True, eq=False)
-class VQGAN(LatentCodec):
+class VQOptions:
+    """Options of Stage A's network.
+
+    Args:
+        scale_factor: what latents are divided by.
+        levels: levels, each of half the resolution; the stride is 2 to this power.
+        bottleneck_blocks: residual blocks at the lowest resolution of the decoder.
+        embed_dim: width at the lowest resolution.
+        latent_channels: channels of the latent.
+        num_vq_embeddings: entries of the codebook.
+    """
+
+    scale_factor: Positive[float]
+    levels: int
+    bottleneck_blocks: int
+    embed_dim: int
+    latent_channels: int
+    num_vq_embeddings: int
+
+    def vq_arguments(self, *, key: str) -> dict[str, Any]:
+        """Return the arguments of diffusers' `PaellaVQModel`; ConfigErrors name `key`."""
+        check_fields(self, f"{key}.")
+        for name in ("bottleneck_blocks", "levels"):
+            check_blocks(f"{key}.{name}", getattr(self, name))
+        return {field.name: getattr(self, field.name) for field in fields(VQOptions)}
+
+
+@dataclass(kw_only=True, eq=False)
+class VQGAN(VQOptions, LatentCodec):
     """The original's Stage A: diffusers' `PaellaVQModel`, whose latents are not quantised (modules/stage_a.py).
 
     Args:
@@ -31,10 +59,6 @@ class VQGAN(LatentCodec):
             original's names or diffusers'; null = values from a fixed seed.
         scale_factor: what latents are divided by. Stage B was trained with 0.43; folders of diffusers often say 0.3764,
             which belongs to another model, so that the number is given here and never read from them.
-        levels: levels, each of half the resolution; the stride is 2 to this power.
-        bottleneck_blocks: residual blocks at the lowest resolution of the decoder.
-        embed_dim: width at the lowest resolution.
-        num_vq_embeddings: entries of the codebook.
     """
 
     key = "stage_a"
@@ -43,17 +67,9 @@ class VQGAN(LatentCodec):
     in_pipelines = True
 
     weights: File[str | None]
-    scale_factor: float
-    levels: int
-    bottleneck_blocks: int
-    embed_dim: int
-    latent_channels: int
-    num_vq_embeddings: int
 
     def __post_init__(self) -> None:
-        if not self.scale_factor > 0.0:
-            raise ValueError(f"stage_a.scale_factor={self.scale_factor}: divides the latents, give a number above 0")
-        self.arguments = vq_arguments(self)
+        self.arguments = self.vq_arguments(key="stage_a")
         self.stride = 2**self.levels
 
     def _make(self) -> tuple[nn.Module, float]:
@@ -83,11 +99,3 @@ def plain_vqgan(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> Pa
     model = empty_vqgan(arguments)
     model.load_state_dict(dict(state), strict=True, assign=True)
     return model.requires_grad_(requires_grad=False).eval()
-
-
-def vq_arguments(options: object) -> dict[str, Any]:
-    """Return the arguments of a `PaellaVQModel` among an object's attributes; a ConfigError for too many blocks."""
-    found = {field.name: getattr(options, field.name) for field in fields(VQGAN) if field.name != "weights"}
-    check_blocks("model.bottleneck_blocks", found["bottleneck_blocks"])
-    check_blocks("model.levels", found["levels"])
-    return found

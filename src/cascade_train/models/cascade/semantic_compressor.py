@@ -71,9 +71,9 @@ class EfficientNetCompressor(SemanticCompressor):
     stride = 32
     resolution_multiple = PUBLISHED_RESOLUTION_MULTIPLE
 
-    def build(self, *, device: torch.device) -> None:
+    def build(self, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         """Make the module, see `FrozenPart.build`, and the constants of its preprocessing."""
-        super().build(device=device)
+        super().build(device=device, dtype=dtype)
         self._mean = torch.tensor(IMAGENET_MEAN, device=device).view(3, 1, 1)
         self._std = torch.tensor(IMAGENET_STD, device=device).view(3, 1, 1)
 

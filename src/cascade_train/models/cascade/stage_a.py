@@ -8,38 +8,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cascade_train.models.cascade.family import CASCADE
-from cascade_train.models.cascade.latent_codec import ORIGINAL_NAMES, plain_vqgan, vq_arguments
+from cascade_train.models.cascade.latent_codec import ORIGINAL_NAMES, VQOptions, plain_vqgan
 from cascade_train.models.formats.export import quiet, read_back_error, reconstruction, replaced_directory
 from cascade_train.models.formats.weights import load_module, replace_prefix
 from cascade_train.models.initialize import initialise
 from cascade_train.models.stage import AutoencoderStage, Images, Save
-from cascade_train.options import File
 
 STAGE_A_FILE = "stage_a.safetensors"
 """The original's name of Stage A's file."""
 
 
 @dataclass(kw_only=True, eq=False)
-class StageA(AutoencoderStage):
+class StageA(VQOptions, AutoencoderStage):
     """Stage A of Stable Cascade, at any size. It has no captions, and denoises nothing.
 
     Args:
-        random_encoders: there are none beside the network; here so that `debug=random_weights` fits every model.
         weights: of the network: hub id, local folder of diffusers, run, or single file, with the original's names or
             diffusers'; null = from scratch.
         scale_factor: what latents are divided by for Stage B; written into the export.
-        levels: levels, each of half the resolution; the stride is 2 to this power.
-        bottleneck_blocks: residual blocks at the lowest resolution of the decoder.
-        embed_dim: width at the lowest resolution.
-        latent_channels: channels of the latent.
-        num_vq_embeddings: entries of the codebook.
     """
 
     family = CASCADE
@@ -48,29 +40,10 @@ class StageA(AutoencoderStage):
     part = "vqgan"
     latent_name = "vq_latent"
 
-    image_size: int
-    precision: Literal["bf16", "fp32"]
-    seed: int
-    random_encoders: bool
-    weights: File[str | None]
-    scale_factor: float
-    levels: int
-    bottleneck_blocks: int
-    embed_dim: int
-    latent_channels: int
-    num_vq_embeddings: int
-
     def __post_init__(self) -> None:
-        self.arguments = vq_arguments(self)
-        stride = 2**self.levels
-        if self.image_size < stride or self.image_size % stride:
-            raise ValueError(
-                f"model.image_size={self.image_size}: must be a multiple of {stride} pixels, 2 to the power of "
-                "model.levels"
-            )
-        if not self.scale_factor > 0.0:
-            raise ValueError(f"model.scale_factor={self.scale_factor}: latents are divided by it; set it above 0")
-        self.image_multiple = stride
+        self.arguments = self.vq_arguments(key="model")
+        self.image_multiple = 2**self.levels
+        self._check_image_size("2 to the power of model.levels")
 
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
         """Make the network on the meta device, then load or initialise it on `device`; statistics of norms are fp32."""
@@ -90,8 +63,6 @@ class StageA(AutoencoderStage):
     @torch.no_grad()
     def encode(self, images: Images) -> Tensor:
         """Encode images (B, 3, H, W) float in [0, 1] to (B, C, H / stride, W / stride) fp32, by the scale factor."""
-        if not isinstance(images, Tensor):
-            raise AssertionError("nothing that Stage A makes of images can be cached")
         return self.network(images, only="encode") / self.scale_factor
 
     @torch.no_grad()

@@ -60,5 +60,5 @@ def test_weights_of_another_stage_a_and_a_scale_of_zero_are_refused(built: VQGAN
     other = codec(weights=str(tmp_path / "a.safetensors"), embed_dim=32)
     with pytest.raises(ConfigError, match="model.stage_a.weights=.*this model needs"):
         other.build(device=CPU)
-    with pytest.raises(ValueError, match="stage_a.scale_factor=0.0: divides the latents"):
+    with pytest.raises(ValueError, match="stage_a.scale_factor=0.0 must be greater than 0"):
         codec(scale_factor=0.0)
