@@ -217,8 +217,7 @@ def read_vae(source: str, config: Mapping[str, Any], *, key: str) -> dict[str, T
         return {_current_name(name): tensor for name, tensor in stored.items()}
     from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint  # heavy
 
-    converted: dict[str, Tensor] = convert_ldm_vae_checkpoint(stored, config)
-    return converted
+    return convert_ldm_vae_checkpoint(stored, config)
 
 
 def _current_name(name: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cascade_train.models.formats.weights import StoredValues
 from cascade_train.models.formats.weights_source import WeightsSpec
 from cascade_train.models.frozen_part import FrozenTower
-from cascade_train.models.initialize import DrawnValues, InitialValues, Rule, Shares, torch_rule
+from cascade_train.models.initialize import DrawnValues, Rule, Shares, torch_rule
 from cascade_train.models.lora import MAGNITUDE, begin_magnitudes
 from cascade_train.models.stage import Images, Stage, Tokens, product, to_device
 from cascade_train.models.text_encoder import TextEncoder
@@ -56,7 +56,7 @@ class DenoisingStage(Stage):
     def __post_init__(self) -> None:
         self.network_config = self.network
         del self.network  # until `build` makes it of the architecture
-        self._values: InitialValues
+        self._values: DrawnValues | StoredValues
         self._frozen_dtype: torch.dtype
         self.image_multiple = self._image_multiple()
         self._parts = {name: part for name in self.frozen_parts if (part := getattr(self, name)) is not None}
@@ -69,8 +69,7 @@ class DenoisingStage(Stage):
                 part.forget_weights()
 
     def _image_multiple(self) -> int:
-        stride: int = getattr(self, self.multiple_of).stride
-        return stride
+        return getattr(self, self.multiple_of).stride
 
     def text_encoders(self) -> dict[str, TextEncoder]:
         """Return the text towers, by their key below `model.`."""
@@ -161,7 +160,7 @@ class DenoisingStage(Stage):
         """Write the network's initial values, and the adapters' magnitudes, which depend on them."""
         own = {name.replace(".base_layer.", "."): share for name, share in shares.items() if MAGNITUDE not in name}
         self._values.fill(own)
-        begin_magnitudes(self.network, self._values, shares)
+        begin_magnitudes(self.network, self._values.fill, shares)
 
     def frozen_modules(self) -> dict[str, nn.Module]:
         """Return the modules of the frozen parts, by name, except those that are left out."""
@@ -186,8 +185,7 @@ class DenoisingStage(Stage):
 
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Decode latents to images, (B, 3, H', W') fp32 in [0, 1], without gradient; of Stage C, to previews."""
-        made_BCHW: Tensor = getattr(self, self.decoded_by).decode(latent_BCHW)
-        return made_BCHW.clamp(0, 1)
+        return getattr(self, self.decoded_by).decode(latent_BCHW).clamp(0, 1)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""

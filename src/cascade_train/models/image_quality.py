@@ -198,10 +198,8 @@ def load_inception(
         pixels_BCHW = (image_BCHW.float().clamp(0, 1) * 255).round().to(torch.uint8)
         if antialias:
             small_BCHW = torch.stack([resize_clean(pixels_CHW) for pixels_CHW in pixels_BCHW.cpu()]).to(device)
-            found_BD: Tensor = layers((small_BCHW - 128) / 128)
-            return found_BD
-        features_BD: Tensor = module(pixels_BCHW)[0]
-        return features_BD
+            return layers((small_BCHW - 128) / 128)
+        return module(pixels_BCHW)[0]
 
     return features
 
@@ -269,5 +267,4 @@ class ClipScore:
         )
         pixels = self._processor(images=[image.cpu() for image in images], return_tensors="pt")
         found = self._model(**text.to(self._device), pixel_values=pixels["pixel_values"].to(self._device))
-        score_B: Tensor = 100 * (found.image_embeds * found.text_embeds).sum(dim=-1)
-        return score_B.cpu()
+        return 100 * (found.image_embeds * found.text_embeds).sum(dim=-1).cpu()

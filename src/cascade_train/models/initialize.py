@@ -7,7 +7,6 @@ fp32 in chunks of fixed size and rounded to the parameter's dtype. Must not live
 
 from __future__ import annotations
 
-import abc
 import hashlib
 import math
 import re
@@ -27,17 +26,6 @@ CHUNK = 1 << 18
 
 FROZEN_SEED = 0
 """Seed of frozen towers without stored weights: they are part of the model, not of the run."""
-
-
-class InitialValues(abc.ABC):
-    """Initial values of a network on the meta device, however its parameters are split over processes.
-
-    Constructed of the whole network, which is when mistakes are found; nothing is read or drawn before `fill`.
-    """
-
-    @abc.abstractmethod
-    def fill(self, shares: Shares) -> None:
-        """Write undefined memory of any dtype and device, by the network's own names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +102,11 @@ def initialise(module: nn.Module, rule: Rule, *, device: torch.device, dtype: to
     DrawnValues(module, rule, seed=seed).fill({name: (p, 0) for name, p in module.named_parameters()})
 
 
-class DrawnValues(InitialValues):
-    """The values of an untrained module, which may lie on the meta device: each parameter by `rule`."""
+class DrawnValues:
+    """The values of an untrained module, which may lie on the meta device: each parameter by `rule`.
+
+    Nothing is drawn before `fill`, whose memory may be any part of the parameters, of any dtype and device.
+    """
 
     def __init__(self, module: nn.Module, rule: Rule, *, seed: int) -> None:
         self._fills = {

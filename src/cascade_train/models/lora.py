@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.initialize import ZEROS, Fill, InitialValues, Shares, fill_, torch_uniform
+from cascade_train.models.initialize import ZEROS, Fill, Shares, fill_, torch_uniform
 
 ADAPTER = "default"
 """peft's name of the one adapter that a network carries."""
@@ -130,17 +130,17 @@ def inject_lora(
         if dora and weight.is_meta:
             layer.lora_magnitude_vector[ADAPTER].to("meta")  # until the base has values, see `begin_magnitudes`
         elif dora:
-            _magnitude(layer).data.copy_(output_norms(weight).view_as(_magnitude(layer)))
+            magnitude = layer.lora_magnitude_vector[ADAPTER].weight
+            magnitude.data.copy_(output_norms(weight).view_as(magnitude))
     if joint_qkv:
         share_down_halves(network)
-    assert_only_adapters_train(network)
     return targets
 
 
-def begin_magnitudes(network: nn.Module, values: InitialValues, shares: Shares) -> None:
+def begin_magnitudes(network: nn.Module, fill: Callable[[Shares], None], shares: Shares) -> None:
     """Initialise magnitudes as the lengths of their base's rows, with one whole base weight at a time in memory.
 
-    The adapted network may be sharded; `values` are those of its base, `shares` this process's rows of its parameters.
+    The adapted network may be sharded; `fill` writes values of its base, `shares` are this process's rows of it.
     """
     for name, (rows, first) in shares.items():
         path, is_magnitude, _ = name.partition(MAGNITUDE)
@@ -148,8 +148,9 @@ def begin_magnitudes(network: nn.Module, values: InitialValues, shares: Shares) 
             layer: Any = network.get_submodule(path)
             weight = layer.get_base_layer().weight
             whole = torch.empty(weight.shape, dtype=weight.dtype)
-            values.fill({f"{path}.weight": (whole, 0)})
-            rows.copy_(output_norms(whole).view(_magnitude(layer).shape)[first : first + len(rows)])
+            fill({f"{path}.weight": (whole, 0)})
+            norms = output_norms(whole).view_as(layer.lora_magnitude_vector[ADAPTER].weight)
+            rows.copy_(norms[first : first + len(rows)])
 
 
 def share_down_halves(network: nn.Module) -> None:
@@ -250,11 +251,6 @@ def attach_adapters(
         layer.train(layer.get_base_layer().training)
 
 
-def _magnitude(layer: Any) -> nn.Parameter:
-    weight: nn.Parameter = layer.lora_magnitude_vector[ADAPTER].weight
-    return weight
-
-
 def output_norms(weight: Tensor) -> Tensor:
     """Return the length (out,) fp32 of each output's weights, of (out, ...) (Liu et al. 2024, equation 2)."""
     return weight.detach().float().flatten(1).norm(dim=1)
@@ -285,16 +281,6 @@ def without_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
-
-
-def assert_only_adapters_train(network: nn.Module) -> None:
-    """Check that exactly the adapters get gradients, and that they are fp32: bf16 masters would not learn."""
-    for name, parameter in network.named_parameters():
-        is_adapter = ".lora_" in name
-        if parameter.requires_grad != is_adapter:
-            raise AssertionError(f"{name}: requires_grad={parameter.requires_grad} on a network with adapters")
-        if is_adapter and parameter.dtype != torch.float32:
-            raise AssertionError(f"{name}: adapters must be fp32 masters, this one is {parameter.dtype}")
 
 
 def halves_are_shared(state: Mapping[str, Tensor]) -> bool:

@@ -124,8 +124,7 @@ class Control(abc.ABC):
 
     def units(self) -> list[list[nn.Module]]:
         """Return the modules that shard and compile together."""
-        groups: list[list[nn.Module]] = self.module.units()
-        return groups
+        return self.module.units()
 
     def _check_maps(self, channels: int, made_by: Mapping[str, Any] | None, origin: str) -> None:
         """Refuse maps of other channels than a stored network takes; warn where another filter made them."""
@@ -337,8 +336,7 @@ class Stage(abc.ABC):
 
     def units(self) -> list[list[nn.Module]]:
         """Return the network's groups of modules that shard, recompute and compile together, in execution order."""
-        groups: list[list[nn.Module]] = self.network.units()
-        return groups
+        return self.network.units()
 
     def set_attention(self, name: str) -> None:
         """Choose the attention kernel of the network: "sdpa", "xformers" or "math"; a ConfigError if it is missing."""

@@ -256,8 +256,7 @@ def causal_mask(keep_BL: Tensor) -> Tensor:
 
 def token_ids(tokenizer: Any, captions: Sequence[str]) -> list[list[int]]:
     """Return the ids of captions without start and end."""
-    found: list[list[int]] = tokenizer(list(captions), add_special_tokens=False, verbose=False)["input_ids"]
-    return found
+    return tokenizer(list(captions), add_special_tokens=False, verbose=False)["input_ids"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from cascade_train.models.initialize import (
     CHUNK,
     DrawnValues,
     Fill,
-    InitialValues,
     Shares,
     fill_,
     initialise,
@@ -183,7 +182,7 @@ def in_three(network: nn.Module) -> Iterator[Shares]:
         yield empty | {name: (chunks[rank].clone(), rank * len(chunks[0])) for name, chunks in here.items()}
 
 
-def joined(values: InitialValues, network: nn.Module) -> dict[str, Tensor]:
+def joined(values: DrawnValues | StoredValues, network: nn.Module) -> dict[str, Tensor]:
     ranks = list(in_three(network))
     for shares in ranks:
         values.fill(shares)
@@ -235,7 +234,7 @@ def test_magnitudes_on_a_base_without_values_begin_as_on_one_with_values(tmp_pat
     for shares in pieces:
         magnitudes = {name: share for name, share in shares.items() if MAGNITUDE in name}
         assert len(magnitudes) == sum(".lora_magnitude_vector." in name for name in state) > 0
-        begin_magnitudes(meta, values, shares)
+        begin_magnitudes(meta, values.fill, shares)
         for name, (rows, first) in magnitudes.items():
             assert torch.equal(rows, state[name][first : first + len(rows)])
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -117,7 +117,7 @@ class FeatureControl(Control):
 
     def steer(self, control_BCHW: Tensor) -> Steering:
         """Return the features of maps (B, C, h, w), made once."""
-        features = cast("dict[int, Tensor]", self.module(control_BCHW))
+        features = self.module(control_BCHW)
 
         def steering(noised_BCHW: Tensor, _timestep_B: Tensor, _cond: Conditions) -> dict[int, Tensor]:
             return {block: repeated(value, len(noised_BCHW)) for block, value in features.items()}

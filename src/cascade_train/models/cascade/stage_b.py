@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -172,9 +171,6 @@ class StageB(CascadeStage):
 
     def exports(self) -> Mapping[str, Save]:
         """Return `decoder`, a folder that diffusers' decoder pipeline loads."""
-        return {self.part: self._save}
-
-    def _save(self, state: Mapping[str, Tensor], directory: Path) -> float:
         from cascade_train.models.cascade.formats.export_pipelines import save_decoder  # heavy: files of weights
 
-        return save_decoder(self, state, directory)
+        return {self.part: partial(save_decoder, self)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -126,12 +127,9 @@ class StageC(CascadeStage):
 
     def exports(self) -> Mapping[str, Save]:
         """Return `prior`, a folder that diffusers' prior pipeline loads."""
-        return {self.part: self._save}
-
-    def _save(self, state: Mapping[str, Tensor], directory: Path) -> float:
         from cascade_train.models.cascade.formats.export_pipelines import save_prior  # heavy: files of weights
 
-        return save_prior(self, state, directory)
+        return {self.part: partial(save_prior, self)}
 
     def save_combined(
         self, state: Mapping[str, Tensor], decoder: StageB, decoder_state: Mapping[str, Tensor], directory: Path

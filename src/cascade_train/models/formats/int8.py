@@ -82,8 +82,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., out) of (..., in)."""
-        product: Tensor = _Product.apply(x, self.weight, self.weight_scale, self.bias)
-        return product
+        return _Product.apply(x, self.weight, self.weight_scale, self.bias)
 
 
 def quantize(modules: Iterable[nn.Module]) -> int:

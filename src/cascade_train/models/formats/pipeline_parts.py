@@ -13,23 +13,18 @@ from cascade_train.models.formats.weights import copy_to
 from cascade_train.models.text_encoder import TextEncoder
 
 
-def copy_on_host(tower: Any, dtype: torch.dtype) -> Any:
-    """Return a copy of a CLIP tower on the host, in the network's dtype, as pipelines need it."""
-    return tower_of(tower, tower.state_dict(), dtype)
-
-
-def tower_of(tower: Any, state: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
-    """Return a CLIP tower like another one, with copies of these tensors in a dtype on the host."""
+def copy_on_host(tower: Any, dtype: torch.dtype, state: Mapping[str, Tensor] | None = None) -> Any:
+    """Return a copy of a CLIP tower on the host, as pipelines need it, with other values if they are given."""
     with torch.device("meta"):
         copied = type(tower)(tower.config)
-    values = {name: copy_to(value, dtype, torch.device("cpu")) for name, value in state.items()}
-    copied.load_state_dict(values, strict=True, assign=True)
+    copied.load_state_dict(on_host(tower, dtype, state), strict=True, assign=True)
     return copied.eval()
 
 
-def on_host(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return copies of a module's tensors in a dtype on the host, by name."""
-    return {name: copy_to(value, dtype, torch.device("cpu")) for name, value in module.state_dict().items()}
+def on_host(module: nn.Module, dtype: torch.dtype, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return copies of a module's tensors, or of other values for it, in a dtype on the host, by name."""
+    values = module.state_dict() if state is None else state
+    return {name: copy_to(value, dtype, torch.device("cpu")) for name, value in values.items()}
 
 
 def tokenizer_of_length(encoder: TextEncoder) -> Any:

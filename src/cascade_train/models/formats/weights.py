@@ -24,7 +24,7 @@ from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import check_floating, parsing
 from cascade_train.models.family import Family, NameLayout, Shape, Stored, own_names
 from cascade_train.models.formats.weights_source import find_weight_files
-from cascade_train.models.initialize import InitialValues, Shares, materialise
+from cascade_train.models.initialize import Shares, materialise
 
 
 class StoredTensors:
@@ -214,8 +214,8 @@ def _open_network(network: nn.Module, source: str, *, key: str, part: str | None
     return open_weights(source, key=key, part=part or family.parts, layout=family.layout(dict(network.config)))
 
 
-class StoredValues(InitialValues):
-    """The values of a denoising network that lie in files; arguments and errors as of `load_state`."""
+class StoredValues:
+    """As `DrawnValues`, of a denoising network that lies in files; arguments and errors as of `load_state`."""
 
     def __init__(self, network: nn.Module, source: str, *, key: str = "model.weights", part: str | None = None) -> None:
         self._tensors = _open_network(network, source, key=key, part=part)

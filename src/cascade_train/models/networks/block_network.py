@@ -104,8 +104,7 @@ def _xformers(query_BHND: Tensor, key_BHMD: Tensor, value_BHMD: Tensor, p: float
     from xformers.ops import memory_efficient_attention
 
     query_BNHD, key_BMHD, value_BMHD = (x.transpose(1, 2) for x in (query_BHND, key_BHMD, value_BHMD))
-    out_BNHD: Tensor = memory_efficient_attention(query_BNHD, key_BMHD, value_BMHD, p=p)
-    return out_BNHD.transpose(1, 2)
+    return memory_efficient_attention(query_BNHD, key_BMHD, value_BMHD, p=p).transpose(1, 2)
 
 
 _KERNELS = {"sdpa": _sdpa, "math": _math, "xformers": _xformers}

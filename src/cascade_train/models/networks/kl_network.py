@@ -68,5 +68,5 @@ class KLNetwork(BlockNetwork, AutoencoderKL):
         return Reconstructed(image_BCHW=image_BCHW, mean_BChw=mean_BChw, std_BChw=std_BChw, kl_B=posterior.kl())
 
     def _images_of(self, latent_BChw: Tensor) -> Tensor:
-        made: Tensor = self.decoder(self.post_quant_conv(latent_BChw.to(self.post_quant_conv.weight.dtype)))
-        return (made.float() + 1) / 2
+        latent_BChw = latent_BChw.to(self.post_quant_conv.weight.dtype)
+        return (self.decoder(self.post_quant_conv(latent_BChw)).float() + 1) / 2

@@ -101,10 +101,8 @@ class UNetControl(Control):
                     "size, of another filter"
                 )
             inputs = self._stage.inputs(noised_BCHW, cond)
-            found: dict[int, Tensor] = self.module(
-                noised_BCHW, timestep_B, control_BCHW=repeated(map_BCHW, len(noised_BCHW)), **inputs
-            )
-            return found
+            maps_BCHW = repeated(map_BCHW, len(noised_BCHW))
+            return self.module(noised_BCHW, timestep_B, control_BCHW=maps_BCHW, **inputs)
 
         return steering
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -20,7 +21,7 @@ from cascade_train.models.autoencoder_kl import KLAutoencoder
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from cascade_train.models.stable_diffusion.unet_config import ConditionUNetConfig
-from cascade_train.models.stage import Conditions, Control, ControlOptions, Images, Save, Tokens, below, to_device
+from cascade_train.models.stage import Conditions, Control, ControlOptions, Images, Save, Tokens, to_device
 from cascade_train.models.text_encoder import SecondTextEncoder
 
 Drawn = dict[str, Tensor]
@@ -155,14 +156,9 @@ class StableDiffusion(DenoisingStage):
 
     def exports(self) -> Mapping[str, Save]:
         """Return `pipeline`, a folder that diffusers' pipeline of this family loads."""
-        return {"pipeline": self._save}
+        from cascade_train.models.stable_diffusion.formats.export_pipeline import save_pipeline  # heavy: pipelines
 
-    def _save(self, state: Mapping[str, Tensor], directory: Path) -> float:
-        from cascade_train.models.stable_diffusion.formats import export_pipeline  # heavy: diffusers' pipelines
-
-        towers = {name: below(name, state) for name, encoder in self.text_encoders().items() if encoder.train}
-        network = below("network", state) if towers else state
-        return export_pipeline.save_pipeline(self, network, directory, towers)
+        return {"pipeline": partial(save_pipeline, self)}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -8,7 +8,8 @@ Shape legend: B batch, C channels, H W latent size, L tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -142,8 +143,7 @@ class CascadeUNet(StableCascadeUNet):
 
     def _recomputed(self, blocks: list[nn.Module], *arguments: Any) -> Tensor:
         keep_rng = draws_random_numbers(blocks)
-        made: Tensor = checkpoint(self._run_unit, blocks, *arguments, use_reentrant=False, preserve_rng_state=keep_rng)
-        return made
+        return checkpoint(self._run_unit, blocks, *arguments, use_reentrant=False, preserve_rng_state=keep_rng)
 
     def _run_level(
         self,
@@ -152,7 +152,8 @@ class CascadeUNet(StableCascadeUNet):
         level: int,
         x: Tensor,
         skip: Tensor | None,
-        walk: _Walk,
+        sides: tuple[Tensor, Tensor],
+        controls: Iterator[Tensor | None],
     ) -> Tensor:
         kinds = self.config.block_types_per_layer[level]
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
@@ -164,7 +165,7 @@ class CascadeUNet(StableCascadeUNet):
                 if unit_skip is not None:
                     x = _resize(x, unit_skip)
                 run = self._recomputed if recompute else self._run_unit
-                x = run(unit, kinds, x, walk.time, walk.clip, unit_skip, walk.next_control())
+                x = run(unit, kinds, x, *sides, unit_skip, next(controls))
             if repeat < len(repeat_mappers):
                 x = repeat_mappers[repeat](x)
         return x
@@ -201,16 +202,18 @@ class CascadeUNet(StableCascadeUNet):
         """
         x = self._embed(sample, effnet, pixels)
         time = self.time_embedding(timestep_ratio, sca, crp).to(x.dtype)
-        walk = _Walk(time, self.get_clip_embeddings(clip_text_pooled, clip_text, clip_img), control or {})
+        sides = time, self.get_clip_embeddings(clip_text_pooled, clip_text, clip_img)
+        controls = map((control or {}).get, itertools.count())  # of the executed residual blocks
         outputs: list[Tensor] = []
         for level, scaler in enumerate(self.down_downscalers):
             x = _scale(scaler, x)
-            x = self._run_level(self.down_blocks[level], self.down_repeat_mappers[level], level, x, None, walk)
+            modules = self.down_blocks[level], self.down_repeat_mappers[level]
+            x = self._run_level(*modules, level, x, None, sides, controls)
             outputs.append(x)
         for i, scaler in enumerate(self.up_upscalers):
             level = self.levels - 1 - i
             skip = outputs[level] if i > 0 else None
-            x = self._run_level(self.up_blocks[i], self.up_repeat_mappers[i], level, x, skip, walk)
+            x = self._run_level(self.up_blocks[i], self.up_repeat_mappers[i], level, x, skip, sides, controls)
             x = _scale(scaler, x)
         pred = self.clf(x)
         return StableCascadeUNetOutput(sample=pred) if return_dict else (pred,)
@@ -221,20 +224,6 @@ def _run_blocks(blocks: list[nn.Module], sides: list[Tensor | None], x: Tensor) 
     for block, side in zip(blocks, sides, strict=True):
         x = block(x, side)
     return x
-
-
-class _Walk:
-    """What every unit of one forward pass reads; counts the executed residual blocks."""
-
-    def __init__(self, time: Tensor, clip: Tensor, control: dict[int, Tensor]) -> None:
-        self.time = time
-        self.clip = clip
-        self._control = control
-        self._executed = 0
-
-    def next_control(self) -> Tensor | None:
-        self._executed += 1
-        return self._control.get(self._executed - 1)
 
 
 def _resize(source: Tensor, like: Tensor) -> Tensor:

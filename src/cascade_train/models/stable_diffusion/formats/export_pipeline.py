@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import diffusers
-import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
 from torch import Tensor
 
@@ -21,33 +19,32 @@ from cascade_train.models.formats.export import (
     read_back_error,
     replaced_directory,
 )
-from cascade_train.models.formats.pipeline_parts import copy_on_host, on_host, tokenizer_of_length, tower_of
+from cascade_train.models.formats.pipeline_parts import copy_on_host, on_host, tokenizer_of_length
 from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
+from cascade_train.models.stage import below
 
 if TYPE_CHECKING:
     from cascade_train.models.stable_diffusion.stage import StableDiffusion
 
 
-def save_pipeline(
-    stage: StableDiffusion,
-    state: Mapping[str, Tensor],
-    directory: Path,
-    towers: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
-) -> float:
+def save_pipeline(stage: StableDiffusion, state: Mapping[str, Tensor], directory: Path) -> float:
     """Write a folder that diffusers' pipeline of the family loads, replacing `directory` at once.
 
     The built stage's parts go along; what it left out is built. `state` is the network's whole state dict on the host,
-    in the dtype to be written; `towers` are those of text towers that trained. Its scheduler samples as the objective
-    does; where diffusers has none such, the folder holds what trained alone, as `unet/` and the towers. Returns the
-    relative difference of a fixed prediction after reading it back; a RunError leaves `directory` as it was.
+    in the dtype to be written, with a root for it and each text tower where these trained. The scheduler samples as the
+    objective does; where diffusers has none such, the folder holds what trained alone, as `unet/` and the towers.
+    Returns the relative difference of a fixed prediction after reading it back; a RunError leaves `directory` alone.
     """
     stage.complete()
-    network = build_plain_network(STABLE_DIFFUSION, stage.network.config, state)
+    towers = {name: below(name, state) for name, encoder in stage.text_encoders().items() if encoder.train}
+    network_state = below("network", state) if towers else state
+    network = build_plain_network(STABLE_DIFFUSION, stage.network.config, network_state)
     with replaced_directory(directory) as place, quiet():
         if stage.scheduler is None:
             network.save_pretrained(place / "unet")
             for name in towers:
-                _tower(stage, name, network.dtype, towers).save_pretrained(place / name)
+                tower = copy_on_host(stage.text_encoders()[name].module, network.dtype, towers[name])
+                tower.save_pretrained(place / name)
         else:
             _pipeline(network, stage, dict(stage.scheduler), towers).save_pretrained(place)
         for name, tower in towers.items():
@@ -55,12 +52,6 @@ def save_pipeline(
             check_equal_tensors({n: v.to(network.dtype) for n, v in tower.items()}, found.state_dict(), directory)
         loaded = UNet2DConditionModel.from_pretrained(place / "unet", torch_dtype=network.dtype)
         return read_back_error(network, loaded, directory, partial(fixed_prediction, STABLE_DIFFUSION))
-
-
-def _tower(stage: StableDiffusion, name: str, dtype: torch.dtype, towers: Mapping[str, Mapping[str, Tensor]]) -> Any:
-    """Return a text tower on the host, as it trained or as it is."""
-    module = stage.text_encoders()[name].module
-    return tower_of(module, towers[name], dtype) if name in towers else copy_on_host(module, dtype)
 
 
 def _pipeline(
@@ -74,7 +65,7 @@ def _pipeline(
     vae.load_state_dict(on_host(stage.vae.module, network.dtype), strict=True, assign=True)
     parts: dict[str, Any] = {"unet": network, "vae": vae.eval(), "scheduler": kind(**scheduler)}
     for name, encoder in stage.text_encoders().items():
-        parts[name] = _tower(stage, name, network.dtype, towers)
+        parts[name] = copy_on_host(encoder.module, network.dtype, towers.get(name))
         parts[name.replace("text_encoder", "tokenizer")] = tokenizer_of_length(encoder)
     if "text_encoder_2" in parts:  # the empty caption is encoded, as in training
         return StableDiffusionXLPipeline(**parts, force_zeros_for_empty_prompt=False, add_watermarker=False)

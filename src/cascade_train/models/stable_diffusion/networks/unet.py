@@ -76,8 +76,7 @@ class ConditionUNet(UnitNetwork, UNet2DConditionModel):
         if control is not None:
             *skips, middle = (control[place].to(latent.dtype) for place in range(len(control)))
             options |= {"down_block_additional_residuals": skips, "mid_block_additional_residual": middle}
-        found: Tensor = super().forward(latent, timestep, text, **options)[0]
-        return found
+        return super().forward(latent, timestep, text, **options)[0]
 
 
 class ConditionControlNet(UnitNetwork, ControlNetModel):
@@ -111,8 +110,7 @@ def empty_controlnet(unet: UNet2DConditionModel, *, channels: int, stride: int) 
     widths = (*EMBEDDING_WIDTHS, *[EMBEDDING_WIDTHS[-1]] * levels)[:levels]
     options = {"conditioning_embedding_out_channels": widths, "conditioning_channels": channels}
     with torch.device("meta"):
-        network: ConditionControlNet = ConditionControlNet.from_unet(unet, load_weights_from_unet=False, **options)
-    return network
+        return ConditionControlNet.from_unet(unet, load_weights_from_unet=False, **options)
 
 
 def _units_of(block: nn.Module) -> Iterator[nn.Module]:
