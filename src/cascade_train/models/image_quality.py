@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cascade_train.errors import ConfigError, install_hint
-from cascade_train.models.formats.weights import check_dtypes, copy_to, read_belonging, set_tensor
+from cascade_train.models.formats.weights import check_dtypes, check_fit, copy_to, read_belonging, shapes_of
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of the images on which VGG-16 was trained."""
@@ -140,14 +140,10 @@ def _read(weights: str, *, key: str, wanted: str, prefix: str = "") -> dict[str,
 
 def _read_features(features: nn.Sequential, weights: str, device: torch.device, key: str) -> None:
     state = _read(weights, key=key, wanted=VGG, prefix="features.")
-    for name, value in features.state_dict().items():
-        stored = state.get(f"features.{name}")
-        if stored is None or stored.shape != value.shape:
-            raise ConfigError(
-                f"{key}={weights}: features.{name} of VGG-16 is not there, or of another shape, but "
-                f"{next(iter(state), 'nothing')} is; give {VGG}, or null"
-            )
-        set_tensor(features, name, copy_to(stored, torch.float32, device))
+    found = {name.removeprefix("features."): copy_to(value, torch.float32, device) for name, value in state.items()}
+    what, remedy = "not the features of VGG-16", f"give {VGG}, or null"
+    check_fit(shapes_of(features.state_dict()), shapes_of(found), f"{key}={weights}", what=what, remedy=remedy)
+    features.load_state_dict(found, assign=True)
 
 
 def load_lpips(weights: str, *, device: torch.device, key: str) -> FeatureDistance:

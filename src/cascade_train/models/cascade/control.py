@@ -16,7 +16,6 @@ from torch import Tensor
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import parsing
-from cascade_train.models.cascade.formats.names import recognise_size
 from cascade_train.models.cascade.networks.controlnet import (
     ControlNetwork,
     ControlSpec,
@@ -26,7 +25,7 @@ from cascade_train.models.cascade.networks.controlnet import (
 )
 from cascade_train.models.cascade.networks.efficientnet import load_features
 from cascade_train.models.formats.export import check_equal_tensors, checked_error, replaced_directory
-from cascade_train.models.formats.weights import read_tensors, write_tensors
+from cascade_train.models.formats.weights import read_tensors, shapes_of, write_tensors
 from cascade_train.models.formats.weights_source import find_part, find_weight_files
 from cascade_train.models.stage import Conditions, Control, ControlOptions, Steering, repeated
 
@@ -80,7 +79,7 @@ class FeatureControl(Control):
 
     def __init__(self, network: CascadeUNet, options: ControlOptions, device: torch.device) -> None:
         self._widths = block_widths(network.config)
-        self._base_size = recognise_size({name: tuple(p.shape) for name, p in network.named_parameters()})
+        self._base_size = network.family.size_of(shapes_of(dict(network.named_parameters())))
         super().__init__(options, device)
 
     def _new(self) -> ControlNetwork:

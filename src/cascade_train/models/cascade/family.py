@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cascade_train.files.package import without_siblings
 from cascade_train.models.cascade.formats import names
+from cascade_train.models.cascade.formats.lora_file_original import is_original, read_original, write_original
 from cascade_train.models.family import Draw, Family, NameLayout, Shape, Spelling
-
-if TYPE_CHECKING:
-    from cascade_train.models.lora import StoredLora
+from cascade_train.models.lora import StoredLora
 
 USES = {
     "prior": "`prior/` is Stage C as a pipeline: `StableCascadePriorPipeline.from_pretrained('prior')` of diffusers.",
@@ -50,7 +49,9 @@ class Cascade(Family):
     parts = ("prior", "decoder")
     uses = USES
     in_diffusers = frozenset({"prior", "decoder", "combined", "vqgan"})
-    sizes = MappingProxyType(names.SIZES)
+    sizes = MappingProxyType(
+        {"c_3b": "Stage C 3.6B", "c_1b": "Stage C 1B", "b_3b": "Stage B 3B", "b_700m": "Stage B 700M"}
+    )
     lora_formats = ("peft", "single", "comfyui", "kohya", "original")
 
     def network_class(self) -> Any:
@@ -86,12 +87,24 @@ class Cascade(Family):
         return names.original_state(state)
 
     def size_of(self, shapes: Mapping[str, Shape]) -> str | None:
-        """Return the published size that has these tensors."""
-        return names.recognise_size(shapes)
+        """Return the published size that has these tensors.
+
+        Sizes of Stage C differ in the rows of `clip_txt_mapper`, those of Stage B in the width of level 1
+        (diffusers, loaders/single_file_utils.py).
+        """
+        text, width = (shapes.get(f"{n}.weight") for n in ("clip_txt_mapper", "down_blocks.1.0.channelwise.0"))
+        if text is not None:
+            return {2048: "c_3b", 1536: "c_1b"}.get(text[0])
+        return None if width is None else {640: "b_3b", 576: "b_700m"}.get(width[-1])
 
     def adapter_size(self, shapes: Iterable[Shape]) -> tuple[str | None, int]:
-        """Return the published size whose widths stored adapters have, and the width that tells it."""
-        return names.recognise_adapter_size(shapes)
+        """Return the published size whose widths stored adapters have, and the width that tells it.
+
+        The widest level of Stage C is 2048 or 1536 wide, that of Stage B 1152 or 1280.
+        """
+        widths = {width for shape in shapes for width in shape[:2]}
+        sizes = {2048: "c_3b", 1536: "c_1b", 1152: "b_700m", 1280: "b_3b"}
+        return next(((size, width) for width, size in sizes.items() if width in widths), (None, 0))
 
     def model_spec(self, config: Mapping[str, Any], *, is_lora: bool, prediction: str | None) -> dict[str, str]:
         """Return the architecture by its stage, of 1024 pixels."""
@@ -120,16 +133,12 @@ class Cascade(Family):
         origin: str,
     ) -> StoredLora | None:
         """Read the original's layout."""
-        from cascade_train.models.cascade.formats.lora_file_original import is_original, read_original  # not for others
-
         return read_original(header, tensors, modules, filters, origin) if is_original(tensors) else None
 
     def write_numbered_lora(
         self, path: Path, lora: StoredLora, modules: Mapping[str, Shape], metadata: Mapping[str, str]
     ) -> None:
         """Write the original's layout."""
-        from cascade_train.models.cascade.formats.lora_file_original import write_original  # not for others
-
         write_original(path, lora, modules, metadata)
 
 

@@ -15,7 +15,7 @@ from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import parsing, stored_mapping
 from cascade_train.models.family import Family, Shape
 from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed, token_file
-from cascade_train.models.formats.weights import check_fit, read_tensors, set_tensor, shapes_of, write_tensors
+from cascade_train.models.formats.weights import check_fit, read_tensors, shapes_of, write_tensors
 from cascade_train.models.formats.weights_source import find_part
 from cascade_train.models.lora import (
     ADAPTER,
@@ -317,7 +317,7 @@ def fill_adapters(network: nn.Module, state: Mapping[str, Tensor], origin: str) 
     _check_shapes(shapes_of({plain: p for plain, (_, p) in wanted.items()}), shapes_of(state), origin)
     for plain, (name, parameter) in wanted.items():
         if parameter.is_meta:  # a magnitude whose base has no values yet
-            set_tensor(network, name, state[plain].float().clone())
+            network.load_state_dict({name: state[plain].float().clone()}, strict=False, assign=True)
         else:
             parameter.data.copy_(state[plain])
 

@@ -265,8 +265,7 @@ def put_tensors(
     """Give a module on the meta device whole tensors under its own names; `origin` is for the ConfigError."""
     _check_shapes(module, shapes_of(values), origin)
     materialise(module, device, dtype)
-    for name, value in values.items():
-        set_tensor(module, name, copy_to(value, dtype, device))
+    module.load_state_dict(values)
 
 
 def replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:
@@ -278,8 +277,8 @@ def replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 def _put(module: nn.Module, tensors: StoredTensors, dtype: torch.dtype, device: torch.device) -> None:
-    for name in tensors.shapes():
-        set_tensor(module, name, copy_to(tensors.read(name), dtype, device))
+    values = {name: copy_to(tensors.read(name), dtype, device) for name in tensors.shapes()}
+    module.load_state_dict(values, assign=True)
 
 
 def _check_network(network: nn.Module, tensors: StoredTensors, origin: str) -> None:
@@ -331,13 +330,3 @@ def copy_to(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a copy with memory of its own (never a file's); whole numbers keep their dtype."""
     wanted = dtype if tensor.is_floating_point() else tensor.dtype
     return tensor.to(device=device, dtype=wanted, copy=True, memory_format=torch.contiguous_format)
-
-
-def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put `tensor` in place of a parameter or buffer; a parameter stays one, and keeps `requires_grad`."""
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    if leaf in owner._parameters:
-        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=owner._parameters[leaf].requires_grad)
-    else:
-        owner._buffers[leaf] = tensor

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.cascade.formats.names import recognise_size
+from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.weights import StoredTensors, load_module, load_pickle, load_state
 from tests.unit.models.small_networks import SMALL_B, empty_network, original_state, small_network
@@ -112,7 +112,7 @@ def test_loaded_weights_do_not_hang_on_the_file(network: CascadeUNet, tmp_path: 
     ],
 )
 def test_the_published_sizes_are_recognised_from_shapes(name: str, shape: tuple[int, ...], size: str | None) -> None:
-    assert recognise_size({name: shape}) == size
+    assert CASCADE.size_of({name: shape}) == size
 
 
 @pytest.mark.parametrize(("width", "model"), [(2048, "c_3b"), (1536, "c_1b")])

@@ -1,4 +1,4 @@
-"""Names of Stable Cascade's tensors, diffusers' and the original's, and the published sizes by their shapes."""
+"""Names of Stable Cascade's tensors, diffusers' and the original's."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from cascade_train.models.family import Shape, Stored
-
-SIZES = {"c_3b": "Stage C 3.6B", "c_1b": "Stage C 1B", "b_3b": "Stage B 3B", "b_700m": "Stage B 700M"}
-"""What each published size is called, by the `model=` that fits it."""
+from cascade_train.models.family import Stored
 
 _FUSED = {"attn.in_proj_weight": "weight", "attn.in_proj_bias": "bias"}
 
@@ -77,26 +74,3 @@ def foreign_names(modules: Iterable[str]) -> dict[str, str]:
         there = there.replace(".attention.to_", ".attention.attn.to_")
         found[name] = "clip_mapper" if is_stage_b and name == "clip_txt_pooled_mapper" else there
     return found
-
-
-def recognise_size(shapes: Mapping[str, Shape]) -> str | None:
-    """Return the `model=` name of a published size; None = another size.
-
-    Sizes of Stage C differ in the rows of `clip_txt_mapper`, those of Stage B in the width of level 1
-    (diffusers, loaders/single_file_utils.py).
-    """
-    text = shapes.get("clip_txt_mapper.weight")
-    if text is not None:
-        return {2048: "c_3b", 1536: "c_1b"}.get(text[0])
-    width = shapes.get("down_blocks.1.0.channelwise.0.weight")
-    return None if width is None else {640: "b_3b", 576: "b_700m"}.get(width[-1])
-
-
-def recognise_adapter_size(shapes: Iterable[Shape]) -> tuple[str | None, int]:
-    """Return the `model=` name of the size whose widths stored adapters have, and the width that tells it.
-
-    The widest level of Stage C is 2048 or 1536 wide, that of Stage B 1152 or 1280. (None, 0) = no published width.
-    """
-    widths = {width for shape in shapes for width in shape[:2]}
-    sizes = {2048: "c_3b", 1536: "c_1b", 1152: "b_700m", 1280: "b_3b"}
-    return next(((size, width) for width, size in sizes.items() if width in widths), (None, 0))

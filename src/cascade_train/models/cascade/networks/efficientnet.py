@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.weights import check_fit, open_weights, set_tensor, shapes_of
+from cascade_train.models.formats.weights import check_fit, open_weights, shapes_of
 
 IMAGENET = "imagenet"
 """In the place of a path: torchvision's own values, trained on ImageNet, which it downloads."""
@@ -75,8 +75,7 @@ def load_features(features: nn.Module, source: str, *, key: str) -> None:
         found[STEM] = stem
     what, remedy = "not the weights of EfficientNet-V2-S", "name those of EfficientNet-V2-S, or null"
     check_fit(shapes_of(wanted), shapes_of(found), f"{key}={source}", what=what, remedy=remedy)
-    for name, value in found.items():
-        set_tensor(features, name, value.to(wanted[name]))
+    features.load_state_dict(found)
 
 
 def _read(source: str, key: str) -> dict[str, Tensor]:
