@@ -11,32 +11,9 @@ from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.lora_files import fill_adapters, module_shapes, read_lora
 from cascade_train.models.lora import LoraSpec, attach_adapters
+from tests.unit.models.stages import network_inputs, tiny_network
 
-SMALL: dict[str, Any] = {
-    "in_channels": 16,
-    "out_channels": 16,
-    "timestep_ratio_embedding_dim": 16,
-    "patch_size": 1,
-    "conditioning_dim": 32,
-    "block_out_channels": [32, 32],
-    "num_attention_heads": [2, 2],
-    "down_num_layers_per_block": [1, 2],
-    "up_num_layers_per_block": [2, 1],
-    "down_blocks_repeat_mappers": [1, 1],
-    "up_blocks_repeat_mappers": [1, 1],
-    "block_types_per_layer": [["SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock"]] * 2,
-    "clip_text_in_channels": 24,
-    "clip_text_pooled_in_channels": 24,
-    "clip_image_in_channels": 16,
-    "clip_seq": 2,
-    "effnet_in_channels": None,
-    "pixel_mapper_in_channels": None,
-    "kernel_size": 3,
-    "dropout": [0.0, 0.0],
-    "self_attn": True,
-    "timestep_conditioning_type": ["sca", "crp"],
-    "switch_level": [False],
-}
+SMALL: dict[str, Any] = tiny_network().arguments
 
 SMALL_B: dict[str, Any] = SMALL | {
     "in_channels": 4,
@@ -69,19 +46,9 @@ def empty_network(**changes: Any) -> CascadeUNet:
 
 def predict(network: torch.nn.Module, batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the prediction of a small Stage C network on fixed inputs."""
-    generator = torch.Generator().manual_seed(7)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    return network(
-        draw(batch, 16, 3, 3),
-        torch.linspace(0.2, 0.8, batch),
-        clip_text_pooled=draw(batch, 1, 24),
-        clip_text=draw(batch, 5, 24),
-        clip_img=draw(batch, 1, 16),
-        return_dict=False,
-    )[0]
+    inputs = network_inputs(batch, side=3)
+    cast = {name: value.to(dtype) for name, value in inputs.items() if name != "timestep_ratio"}
+    return network(**inputs | cast, return_dict=False)[0]
 
 
 def original_state(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -107,8 +107,8 @@ def tiny_network(**changes: Any) -> Any:
         "down_num_layers_per_block": [1, 2],
         "up_num_layers_per_block": [2, 1],
         "clip_text_in_channels": 24,
-        "clip_text_pooled_in_channels": 20,
-        "clip_image_in_channels": 12,
+        "clip_text_pooled_in_channels": 24,
+        "clip_image_in_channels": 16,
     }
     return construct(model_config("c_tiny", {"network": small | changes}).network)
 
@@ -131,7 +131,7 @@ def network_inputs(batch: int = 2, side: int = 6) -> dict[str, torch.Tensor]:
     return {
         "sample": draw(batch, 16, side, side + 1),
         "timestep_ratio": torch.linspace(0.1, 0.9, batch),
-        "clip_text_pooled": draw(batch, 1, 20),
+        "clip_text_pooled": draw(batch, 1, 24),
         "clip_text": draw(batch, 5, 24),
-        "clip_img": draw(batch, 1, 12),
+        "clip_img": draw(batch, 1, 16),
     }

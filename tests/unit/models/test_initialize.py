@@ -77,30 +77,22 @@ def test_condition_mappers_are_normal_with_the_originals_width(network: nn.Modul
     assert network.pixels_mapper[0].weight.abs().max() > 0.04
 
 
-def test_embedding_is_a_fiftieth_of_xavier(network: nn.Module) -> None:
-    assert_uniform(network.embedding[1].weight, 0.02 * bound(network.embedding[1].weight))
-
-
-def test_residual_branches_are_scaled_by_depth(network: nn.Module) -> None:
-    linear = network.down_blocks[0][0].channelwise
-    assert_uniform(linear[0].weight, bound(linear[0].weight))
-    assert_uniform(linear[4].weight, math.sqrt(1 / 3) * bound(linear[4].weight))
-
-
-def test_attention_is_one_fused_matrix(network: nn.Module) -> None:
-    attention = network.down_blocks[0][2].attention
-    for layer in (attention.to_q, attention.to_k, attention.to_v):
-        assert_uniform(layer.weight, math.sqrt(6 / (64 + 3 * 64)))
-    assert_uniform(attention.to_out[0].weight, bound(attention.to_out[0].weight))
-
-
-def test_all_else_is_xavier(network: nn.Module) -> None:
-    for weight in (
-        network.down_downscalers[1][1].weight,
-        network.down_blocks[0][2].kv_mapper[1].weight,
-        network.down_blocks[1][0].depthwise.weight,
-    ):
-        assert_uniform(weight, bound(weight))
+@pytest.mark.parametrize(
+    ("name", "gain"),
+    [
+        ("embedding.1", 0.02),
+        ("down_blocks.0.0.channelwise.0", 1.0),
+        ("down_blocks.0.0.channelwise.4", math.sqrt(1 / 3)),  # of three residual blocks
+        *((f"down_blocks.0.2.attention.to_{each}", math.sqrt(1 / 2)) for each in "qkv"),  # as one fused matrix
+        ("down_blocks.0.2.attention.to_out.0", 1.0),
+        ("down_downscalers.1.1", 1.0),
+        ("down_blocks.0.2.kv_mapper.1", 1.0),
+        ("down_blocks.1.0.depthwise", 1.0),
+    ],
+)
+def test_all_else_is_xavier_with_the_originals_gain(network: nn.Module, name: str, gain: float) -> None:
+    weight = network.get_submodule(name).weight
+    assert_uniform(weight, gain * bound(weight))
 
 
 def test_unknown_parameters_are_not_guessed() -> None:

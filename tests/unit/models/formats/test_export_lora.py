@@ -19,7 +19,7 @@ from cascade_train.models.cascade.formats import names
 from cascade_train.models.cascade.formats.names import original_state
 from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats import export_lora as export_lora_module
-from cascade_train.models.formats.export import fixed_prediction, save_network
+from cascade_train.models.formats.export import build_plain_network, fixed_prediction, save_network
 from cascade_train.models.formats.export_lora import export_lora, merge_all
 from cascade_train.models.formats.lora_files import adapter_size, holds_lora, module_shapes, read_lora
 from cascade_train.models.formats.weights import load_state, stored_size
@@ -86,14 +86,16 @@ def test_sizes_are_told_from_the_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CASCADE.lora_formats)
 def test_adapters_go_out_in_every_format(name: str, tmp_path: Path) -> None:
-    network = adapted()
+    network = adapted([".attn", "embedding", "channelwise.0"])
     out = tmp_path / ("lora" if name == "peft" else "lora.safetensors")
     assert export_lora(stored(network, tokens=TOKENS), network, out, format=name, metadata={"run": "mine"}) < 1e-5
     assert holds_lora(str(out))
     assert adapter_size([CASCADE], str(out), key="from") is None
-    fresh = small_network()
-    load_lora(fresh, str(out))
-    torch.testing.assert_close(predicted(fresh), predicted(network), atol=1e-5, rtol=1e-6)
+    base = small_network()
+    assert (predicted(base) - predicted(network)).abs().max() > 1e-2
+    for fresh in (build_plain_network(CASCADE, network.config, small_network().state_dict()), base):
+        load_lora(fresh, str(out))
+        torch.testing.assert_close(predicted(fresh), predicted(network), atol=1e-5, rtol=1e-6)
     assert (tmp_path / "lora.embeddings" / "fernando.safetensors").is_file() == (name in ("comfyui", "kohya"))
 
 
@@ -103,6 +105,7 @@ def test_adapters_that_read_back_differently_never_appear(tmp_path: Path, monkey
     fewer = {name: value for name, value in lora.state.items() if "down_blocks.0" not in name}
     targets = tuple(name for name in lora.spec.targets if f"{name}.lora_A.weight" in fewer)
     for changes, reason in (
+        ({"state": {name: value + 1e-3 for name, value in lora.state.items()}}, "reads back with a relative error of"),
         ({"tokens": None}, "trained tokens read back"),
         ({"state": fewer, "spec": replace(lora.spec, targets=targets)}, "other modules are adapted"),
     ):

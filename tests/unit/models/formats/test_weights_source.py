@@ -67,41 +67,35 @@ def test_full_precision_is_preferred_to_a_variant(tmp_path: Path) -> None:
     assert find_network(str(tmp_path))[0].name == WEIGHTS
 
 
-def test_a_checkpoint_is_refused_naming_its_run(tmp_path: Path) -> None:
-    touch(tmp_path / "run" / "checkpoints" / "step_8" / "manifest.json")
-    message = "is a checkpoint for resuming, in shards.*its run .*/run instead.*export from=.*/run step=8 out"
+ONLY_LORA = "has left no export/prior, only lora; an adapter is no whole network, give"
+CHECKPOINT = "is a checkpoint for resuming, in shards.*its run .*/run instead.*export from=.*/run step=8 out"
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "message"),
+    [
+        (["run/checkpoints/step_8/manifest.json"], "run/checkpoints/step_8", CHECKPOINT),
+        (
+            ["metrics.jsonl", "checkpoints/step_2/x"],
+            "",
+            "no export/prior; let it finish, or export its newest",
+        ),
+        (["export/lora/lora.safetensors"], "", ONLY_LORA),
+        (["export/lora/lora.safetensors"], "export", ONLY_LORA),
+        (["holiday.jpg"], "", f"no weights in this folder, looked for {WEIGHTS}.*found holiday.jpg"),
+        (["weights.zip"], "weights.zip", "must end in one of .safetensors"),
+    ],
+)
+def test_what_holds_no_network_is_refused(tmp_path: Path, files: list[str], source: str, message: str) -> None:
+    for name in files:
+        touch(tmp_path / name)
     with pytest.raises(ConfigError, match=message):
-        find_network(str(tmp_path / "run" / "checkpoints" / "step_8"))
-
-
-def test_a_run_that_has_not_finished_is_refused(tmp_path: Path) -> None:
-    touch(tmp_path / "metrics.jsonl")
-    (tmp_path / "checkpoints" / "step_2").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="has left no export/prior; let it finish, or export its newest checkpoint"):
-        find_network(str(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["", "export"])
-def test_a_run_that_left_only_an_adapter_is_refused_as_weights(tmp_path: Path, name: str) -> None:
-    touch(tmp_path / "export" / "lora" / "lora.safetensors")
-    with pytest.raises(ConfigError, match="has left no export/prior, only lora; an adapter is no whole network, give"):
-        find_network(str(tmp_path / name))
+        find_network(str(tmp_path / source))
 
 
 def test_the_adapter_of_a_run_is_found(tmp_path: Path) -> None:
     file = touch(tmp_path / "export" / "lora" / "lora.safetensors")
     assert find_part(tmp_path, "lora", "from") == file.parent
-
-
-def test_a_folder_without_weights_is_refused_saying_what_is_in_it(tmp_path: Path) -> None:
-    touch(tmp_path / "holiday.jpg")
-    with pytest.raises(ConfigError, match=f"no weights in this folder, looked for {WEIGHTS}.*found holiday.jpg"):
-        find_network(str(tmp_path))
-
-
-def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must end in one of .safetensors"):
-        find_weight_files(str(touch(tmp_path / "weights.zip")))
 
 
 @pytest.mark.parametrize("source", ["/nowhere/c.safetensors", "models/c.safetensors", "c_3b"])

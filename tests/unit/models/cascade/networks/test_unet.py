@@ -57,7 +57,7 @@ def test_stage_b_levels_in_pairs_equal_the_parent(repeats: list[list[int]], exec
     inputs = {
         "sample": torch.randn(2, 16, 8, 12),
         "timestep_ratio": torch.tensor([0.1, 0.7]),
-        "clip_text_pooled": torch.randn(2, 1, 20),
+        "clip_text_pooled": torch.randn(2, 1, 24),
         "effnet": torch.randn(2, 16, 3, 5),
     }
     assert torch.equal(network(**inputs).sample, parent(**inputs).sample)

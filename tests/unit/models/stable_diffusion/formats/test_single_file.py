@@ -42,79 +42,6 @@ PUBLISHED = {
 }
 """Names in the published checkpoints."""
 
-_BLOCKS = {
-    "input_blocks.0.0": ("conv_in", (32, 4, 3, 3)),
-    "time_embed.0": ("time_embedding.linear_1", (128, 32)),
-    "time_embed.2": ("time_embedding.linear_2", (128, 128)),
-    "input_blocks.2.0.op": ("down_blocks.0.downsamplers.0.conv", (32, 32, 3, 3)),
-    "input_blocks.3.0.in_layers.0": ("down_blocks.1.resnets.0.norm1", (32,)),
-    "input_blocks.3.0.in_layers.2": ("down_blocks.1.resnets.0.conv1", (64, 32, 3, 3)),
-    "input_blocks.3.0.emb_layers.1": ("down_blocks.1.resnets.0.time_emb_proj", (64, 128)),
-    "middle_block.0.out_layers.0": ("mid_block.resnets.0.norm2", (64,)),
-    "middle_block.2.out_layers.3": ("mid_block.resnets.1.conv2", (64, 64, 3, 3)),
-    "output_blocks.0.0.skip_connection": ("up_blocks.0.resnets.0.conv_shortcut", (64, 128, 1, 1)),
-    "output_blocks.3.0.in_layers.2": ("up_blocks.1.resnets.1.conv1", (32, 64, 3, 3)),
-    "out.0": ("conv_norm_out", (32,)),
-    "out.2": ("conv_out", (4, 32, 3, 3)),
-}
-_CODEC = {
-    "encoder.down.1.downsample.conv": ("encoder.down_blocks.1.downsamplers.0.conv", (16, 16, 3, 3)),
-    "encoder.down.2.block.0.nin_shortcut": ("encoder.down_blocks.2.resnets.0.conv_shortcut", (32, 16, 1, 1)),
-    "encoder.mid.block_2.conv1": ("encoder.mid_block.resnets.1.conv1", (32, 32, 3, 3)),
-    "encoder.mid.attn_1.q": ("encoder.mid_block.attentions.0.to_q", (32, 32, 1, 1)),
-    "encoder.mid.attn_1.proj_out": ("encoder.mid_block.attentions.0.to_out.0", (32, 32, 1, 1)),
-    "encoder.norm_out": ("encoder.conv_norm_out", (32,)),
-    "decoder.mid.attn_1.norm": ("decoder.mid_block.attentions.0.group_norm", (32,)),
-    "decoder.up.0.block.1.norm2": ("decoder.up_blocks.2.resnets.1.norm2", (16,)),
-    "decoder.up.2.upsample.conv": ("decoder.up_blocks.0.upsamplers.0.conv", (32, 32, 3, 3)),
-    "quant_conv": ("quant_conv", (8, 8, 1, 1)),
-}
-_TOWER = {
-    "embeddings.position_embedding": ("embeddings.position_embedding", (24, 32)),
-    "encoder.layers.1.self_attn.k_proj": ("encoder.layers.1.self_attn.k_proj", (32, 32)),
-    "encoder.layers.1.mlp.fc2": ("encoder.layers.1.mlp.fc2", (32, 64)),
-    "final_layer_norm": ("final_layer_norm", (32,)),
-}
-_LAYER, _RESBLOCK = "text_model.encoder.layers.1", "transformer.resblocks.1"
-_OF_XL = {
-    "network model.diffusion_model.label_emb.0.0.weight": (["add_embedding.linear_1.weight"], (128, 88)),
-    "network model.diffusion_model.input_blocks.3.1.transformer_blocks.1.attn2.to_k.weight": (
-        ["down_blocks.1.attentions.0.transformer_blocks.1.attn2.to_k.weight"],
-        (64, 80),
-    ),
-    **{
-        f"text_encoder_2 conditioner.embedders.1.model.{theirs}": row
-        for theirs, row in {
-            "token_embedding.weight": (["text_model.embeddings.token_embedding.weight"], (671, 48)),
-            "positional_embedding": (["text_model.embeddings.position_embedding.weight"], (24, 48)),
-            "text_projection": (["text_projection.weight"], (48, 40)),
-            "ln_final.weight": (["text_model.final_layer_norm.weight"], (48,)),
-            f"{_RESBLOCK}.ln_2.weight": ([f"{_LAYER}.layer_norm2.weight"], (48,)),
-            f"{_RESBLOCK}.mlp.c_fc.weight": ([f"{_LAYER}.mlp.fc1.weight"], (64, 48)),
-            f"{_RESBLOCK}.attn.in_proj_bias": ([f"{_LAYER}.self_attn.{part}_proj.bias" for part in "qkv"], (144,)),
-            f"{_RESBLOCK}.attn.out_proj.weight": ([f"{_LAYER}.self_attn.out_proj.weight"], (48, 48)),
-        }.items()
-    },
-}
-
-
-def original(model: str) -> dict[str, tuple[list[str], tuple[int, ...]]]:
-    """Return parts and their tensors' names in the original's code (ldm, sgm): our names, and shapes there."""
-    tower = "conditioner.embedders.0." if model == "sdxl_tiny" else "cond_stage_model."
-    slot = 2 if model == "sdxl_tiny" else 1  # after the attention, where the level has any
-    upsampler = {f"output_blocks.1.{slot}.conv": ("up_blocks.0.upsamplers.0.conv", (64, 64, 3, 3))}
-    beginnings = {
-        "network model.diffusion_model.": _BLOCKS | upsampler,
-        "vae first_stage_model.": _CODEC,
-        f"text_encoder {tower}transformer.text_model.": _TOWER,
-    }
-    plain = {
-        f"{beginning}{theirs}.weight": ([f"{ours}.weight"], shape)
-        for beginning, table in beginnings.items()
-        for theirs, (ours, shape) in table.items()
-    }
-    return plain | (_OF_XL if model == "sdxl_tiny" else {})
-
 
 @pytest.fixture(scope="module", params=KINDS)
 def pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
@@ -187,24 +114,6 @@ def test_our_stages_load_every_part_of_a_file(pipeline: tuple[str, Path], tmp_pa
     for name, (first, loaded) in modules.items():
         state = loaded.state_dict()
         assert all(torch.equal(state[key], tensor + 0.5) for key, tensor in first.state_dict().items()), name
-
-
-def test_the_originals_names_are_read_by_an_independent_table(pipeline: tuple[str, Path], tmp_path: Path) -> None:
-    (model, folder), file = pipeline, tmp_path / "model.safetensors"
-    save_single_file(folder, file, dtype=None)
-    generator = torch.Generator().manual_seed(1)
-    stored = {name: torch.randn(each.shape, generator=generator) for name, each in sorted(load_file(file).items())}
-    save_file(stored, file)
-    found = build_stage(model, weights_of(model, file))
-    modules = {"network": found.network, **found.frozen_modules()}
-    states = {part: module.state_dict() for part, module in modules.items()}
-    for place, (names, shape) in original(model).items():
-        part, _, theirs = place.partition(" ")
-        assert tuple(stored[theirs].shape) == shape, theirs
-        ours = torch.cat([states[part][name] for name in names])
-        if theirs.endswith("text_projection"):
-            ours = ours.T
-        assert torch.equal(ours.reshape(shape), stored[theirs]), theirs
 
 
 def weights_of(model: str, source: Path, **towers: Any) -> dict[str, Any]:
