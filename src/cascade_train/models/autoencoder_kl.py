@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.files.untrusted import stored_mapping
-from cascade_train.models.formats.export import quiet, read_back_error, reconstruction, replaced_directory
-from cascade_train.models.formats.weights import put_tensors, read_belonging
+from cascade_train.models.formats.export import module_around, reconstruction, save_model
+from cascade_train.models.formats.weights import put_tensors, read_belonging, replace_parts
 from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.frozen_part import LatentCodec
 from cascade_train.models.initialize import initialise, torch_rule
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 VAE = ("first_stage_model.", "vae.")
 """Beginnings of the names of an autoencoder's tensors in a file of a whole model."""
 
-_RENAMED = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}
+_RENAMED = ((".query.", ".to_q."), (".key.", ".to_k."), (".value.", ".to_v."), (".proj_attn.", ".to_out.0."))
 """An autoencoder's attention in older folders of diffusers."""
 
 
@@ -214,16 +214,10 @@ def read_vae(source: str, config: Mapping[str, Any], *, key: str) -> dict[str, T
     """Return the tensors of an autoencoder of this diffusers config, under its names; `key` is for messages."""
     stored = read_belonging(source, key, "vae", lambda name: name.startswith(VAE))
     if not any("encoder.down." in name for name in stored):
-        return {_current_name(name): tensor for name, tensor in stored.items()}
+        return {replace_parts(name, _RENAMED): tensor for name, tensor in stored.items()}
     from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint  # heavy
 
     return convert_ldm_vae_checkpoint(stored, config)
-
-
-def _current_name(name: str) -> str:
-    for old, new in _RENAMED.items():
-        name = name.replace(old, new)
-    return name
 
 
 def save_vae(config: Mapping[str, Any], state: Mapping[str, Tensor], directory: Path) -> float:
@@ -234,11 +228,4 @@ def save_vae(config: Mapping[str, Any], state: Mapping[str, Tensor], directory: 
     """
     from diffusers import AutoencoderKL  # heavy
 
-    with torch.device("meta"):
-        model = AutoencoderKL(**config)
-    model.load_state_dict(dict(state), strict=True, assign=True)
-    model = model.requires_grad_(requires_grad=False).eval()
-    with replaced_directory(directory) as place, quiet():
-        model.save_pretrained(place)
-        loaded = AutoencoderKL.from_pretrained(place, torch_dtype=model.dtype)
-        return read_back_error(model, loaded, directory, reconstruction)
+    return save_model(module_around(lambda: AutoencoderKL(**config), state), directory, reconstruction)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
+from cascade_train.files.hub import parse_source
 from cascade_train.models.family import Family
 from cascade_train.models.formats.weights import check_dtypes, load_module, put_tensors
 from cascade_train.models.formats.weights_source import (
@@ -23,7 +24,6 @@ from cascade_train.models.formats.weights_source import (
     WeightsSpec,
     find_part,
     hub_files,
-    is_hub_id,
     local_path,
 )
 from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise, tower_rule
@@ -207,6 +207,6 @@ def local_folder(spec: WeightsSpec) -> tuple[str, str]:
     path = local_path(spec.source)
     if path.is_dir() and spec.part is not None:
         return str(find_part(path, spec.part, spec.key)), ""
-    if path.exists() or not is_hub_id(spec.source):
+    if path.exists() or parse_source(spec.source) is None:
         return spec.source, spec.part or ""
     return str(hub_files(spec)[0].parent), ""

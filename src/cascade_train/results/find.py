@@ -14,10 +14,11 @@ from cascade_train.config.groups import did_you_mean, option_files, option_targe
 from cascade_train.config.saved import CONFIG_NAME, composed, export_folder, load_saved_config, published_config
 from cascade_train.config.targets import import_target
 from cascade_train.errors import ConfigError
+from cascade_train.files.hub import parse_source
 from cascade_train.models.family import Family
 from cascade_train.models.formats.lora_files import adapter_size, holds_lora
 from cascade_train.models.formats.weights import stored_size
-from cascade_train.models.formats.weights_source import PIPELINE, find_pipeline, is_hub_id, is_packaged
+from cascade_train.models.formats.weights_source import PIPELINE, find_pipeline, is_packaged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,9 @@ def find_model(source: str, *, key: str, part: str | None, allow_any_target: boo
     """
     origin, path = f"{key}={source}", Path(source)
     run = run_of(path)
-    on_hub = is_hub_id(source) and not Path(path.parts[0]).is_dir()  # runs/typo is no repository of an owner "runs"
+    on_hub = (
+        parse_source(source) is not None and not Path(path.parts[0]).is_dir()
+    )  # runs/typo is no repository of an owner "runs"
     if run is None and (path.exists() or on_hub or is_packaged(source)) and not (path / "checkpoints").is_dir():
         return TrainedModel(origin=origin, cfg=_published(source, key, part), export=None)
     run = path if run is None else run

@@ -24,7 +24,7 @@ from cascade_train.models.cascade.networks.controlnet import (
     mirrored_blocks,
 )
 from cascade_train.models.cascade.networks.efficientnet import load_features
-from cascade_train.models.formats.export import check_equal_tensors, checked_error, replaced_directory
+from cascade_train.models.formats.export import check_equal_tensors, checked_error, module_around, replaced_directory
 from cascade_train.models.formats.weights import read_tensors, shapes_of, write_tensors
 from cascade_train.models.formats.weights_source import find_part, find_weight_files
 from cascade_train.models.stage import Conditions, Control, ControlOptions, Steering, repeated
@@ -66,10 +66,7 @@ class StoredControl:
 
     def network(self) -> ControlNetwork:
         """Return the network, whose memory is the state dict's."""
-        with torch.device("meta"):
-            network = ControlNetwork(self.spec)
-        network.load_state_dict(self.state, assign=True)
-        return network
+        return module_around(lambda: ControlNetwork(self.spec), self.state)
 
 
 class FeatureControl(Control):

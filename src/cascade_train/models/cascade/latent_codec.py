@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from cascade_train.models.formats.export import module_around
 from cascade_train.models.frozen_part import LatentCodec
 from cascade_train.options import File, Positive, check_blocks, check_fields
 
@@ -96,6 +97,4 @@ def empty_vqgan(arguments: Mapping[str, Any]) -> PaellaVQModel:
 
 def plain_vqgan(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> PaellaVQModel:
     """Return diffusers' own class around `state`, sharing its memory."""
-    model = empty_vqgan(arguments)
-    model.load_state_dict(dict(state), strict=True, assign=True)
-    return model.requires_grad_(requires_grad=False).eval()
+    return module_around(lambda: empty_vqgan(arguments), state)

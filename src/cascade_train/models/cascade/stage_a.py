@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.latent_codec import ORIGINAL_NAMES, VQOptions, plain_vqgan
-from cascade_train.models.formats.export import quiet, read_back_error, reconstruction, replaced_directory
+from cascade_train.models.formats.export import quiet, read_back_error, reconstruction, replaced_directory, save_model
 from cascade_train.models.formats.weights import load_module, replace_prefix
 from cascade_train.models.initialize import initialise
 from cascade_train.models.stage import AutoencoderStage, Images, Save
@@ -75,10 +75,7 @@ class StageA(VQOptions, AutoencoderStage):
         return {self.part: self._save_folder, "stage_a": self._save_file}
 
     def _save_folder(self, state: Mapping[str, Tensor], directory: Path) -> float:
-        model = plain_vqgan(self.arguments, state)
-        with replaced_directory(directory) as place, quiet():
-            model.save_pretrained(place)
-            return read_back_error(model, type(model).from_pretrained(place).eval(), directory, reconstruction)
+        return save_model(plain_vqgan(self.arguments, state), directory, reconstruction)
 
     def _save_file(self, state: Mapping[str, Tensor], directory: Path) -> float:
         model, originals = plain_vqgan(self.arguments, state), {new: old for old, new in ORIGINAL_NAMES.items()}

@@ -51,12 +51,19 @@ def model_spec(own: Mapping[str, str], title: str, *, is_lora: bool) -> dict[str
 
 def build_plain_network(family: Family, config: Mapping[str, Any], state: Mapping[str, Tensor] | None) -> Any:
     """Return diffusers' own class around `state` (sharing its memory); None = on the meta device."""
-    with torch.device("meta"):
-        network = family.network_class().from_config({k: v for k, v in config.items() if not k.startswith("_")})
+    own = {name: value for name, value in config.items() if not name.startswith("_")}
+    network = module_around(lambda: family.network_class().from_config(own), state)
     network.family = family
+    return network
+
+
+def module_around(make: Callable[[], Any], state: Mapping[str, Tensor] | None) -> Any:
+    """Return the module that is made, around `state` (sharing its memory), in eval mode; None = on the meta device."""
+    with torch.device("meta"):
+        module = make()
     if state is not None:
-        network.load_state_dict(state, strict=True, assign=True)
-    return network.eval()
+        module.load_state_dict(state, strict=True, assign=True)
+    return module.eval()
 
 
 def save_network(
@@ -104,6 +111,14 @@ def fixed_prediction(family: Family, network: nn.Module) -> Tensor:
 def reconstruction(model: nn.Module) -> Tensor:
     """Return the reconstruction of a fixed picture by an autoencoder of diffusers, (1, 3, H, W)."""
     return model(torch.rand(1, 3, _PROBE_PX, _PROBE_PX, generator=torch.Generator().manual_seed(0))).sample
+
+
+def save_model(model: Any, directory: Path, output: Callable[[nn.Module], Tensor]) -> float:
+    """Write a folder that the model's class loads, replacing `directory`; return the error, see `read_back_error`."""
+    with replaced_directory(directory) as place, quiet():
+        model.save_pretrained(place)
+        loaded = type(model).from_pretrained(place, torch_dtype=model.dtype)
+        return read_back_error(model, loaded.eval(), directory, output)
 
 
 def read_back_error(written: nn.Module, loaded: nn.Module, out: Path, output: Callable[[nn.Module], Tensor]) -> float:

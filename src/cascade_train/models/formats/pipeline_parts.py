@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cascade_train.models.formats.export import module_around
 from cascade_train.models.formats.weights import copy_to
 from cascade_train.models.text_encoder import TextEncoder
 
 
 def copy_on_host(tower: Any, dtype: torch.dtype, state: Mapping[str, Tensor] | None = None) -> Any:
     """Return a copy of a CLIP tower on the host, as pipelines need it, with other values if they are given."""
-    with torch.device("meta"):
-        copied = type(tower)(tower.config)
-    copied.load_state_dict(on_host(tower, dtype, state), strict=True, assign=True)
-    return copied.eval()
+    return module_around(lambda: type(tower)(tower.config), on_host(tower, dtype, state))
 
 
 def on_host(module: nn.Module, dtype: torch.dtype, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -276,6 +276,13 @@ def replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:
     return name
 
 
+def replace_parts(name: str, parts: Iterable[tuple[str, str]]) -> str:
+    """Return a name with each of these parts of it replaced, one after the other."""
+    for old, new in parts:
+        name = name.replace(old, new)
+    return name
+
+
 def _put(module: nn.Module, tensors: StoredTensors, dtype: torch.dtype, device: torch.device) -> None:
     values = {name: copy_to(tensors.read(name), dtype, device) for name in tensors.shapes()}
     module.load_state_dict(values, assign=True)

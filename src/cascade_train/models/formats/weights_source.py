@@ -147,11 +147,6 @@ def local_path(source: str) -> Path:
     return PACKAGED[name] / inside if name in PACKAGED else Path(source).expanduser()
 
 
-def is_hub_id(source: str) -> bool:
-    """Return whether a source that is no path could be a hub id, `owner/name[@revision][:subfolder]`."""
-    return parse_source(source) is not None
-
-
 def _holds(folder: Path, part: str) -> bool:
     return any((folder / inside / part).is_dir() for inside in ("", "export", PIPELINE, f"export/{PIPELINE}"))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import parsing, stored_mapping
-from cascade_train.models.formats.export import quiet, read_back_error, replaced_directory
+from cascade_train.models.formats.export import module_around, quiet, read_back_error, replaced_directory
 from cascade_train.models.formats.weights import check_fit, open_weights, shapes_of, write_tensors
 from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.initialize import ZEROS, DrawnValues, Fill, materialise, torch_rule
@@ -41,9 +41,6 @@ FIRST_LAYER = "controlnet_cond_embedding.conv_in.weight"
 
 UNSEEN = {"controlnet_conditioning_channel_order": "rgb", "global_pool_conditions": False}
 """Options of diffusers' control networks that no tensor shows, and the values that networks have here."""
-
-OF_STAGE_C = {"blocks": None, "bottleneck": "effnet", "backbone_weights": None}
-"""Options that mean nothing here, and the values that stand for that."""
 
 
 class UNetControl(Control):
@@ -107,18 +104,14 @@ class UNetControl(Control):
         return steering
 
     def write(self, state: Mapping[str, Tensor], directory: Path) -> float:
-        """Write a folder that `ControlNetModel.from_pretrained` of diffusers loads."""
-        return save_controlnet(self.module.config, state, self.options.filter, directory)
-
-
-def check_options(options: ControlOptions, family: str) -> None:
-    """Refuse options that are for Stage C; a ConfigError."""
-    for key, unset in OF_STAGE_C.items():
-        if (value := getattr(options, key)) != unset:
-            raise ConfigError(
-                f"task.{key}={value}: is for control networks of Stage C; those of {family} are copies of the "
-                f"network's way down. Set it to {'null' if unset is None else unset}."
-            )
+        """Write a folder that `ControlNetModel.from_pretrained` of diffusers loads; the error is of its features."""
+        config = {name: value for name, value in self.module.config.items() if not name.startswith("_")}
+        network = module_around(lambda: ControlNetModel.from_config(config), state)
+        with replaced_directory(directory) as partial, quiet():
+            network.save_config(partial)
+            write_tensors(partial / FILE_NAME, state, {"format": "pt", FILTER: json.dumps(self.options.filter)})
+            loaded = ControlNetModel.from_pretrained(partial, torch_dtype=network.dtype)
+            return read_back_error(network, loaded.eval(), directory, _fixed_output)
 
 
 def read_controlnet(
@@ -139,42 +132,19 @@ def read_controlnet(
             )
         state = {name: tensors.read(name).float().clone() for name in names}
     file = find_weight_files(source, key=key, part=PART)[0]
-    _check_unseen(file.parent / "config.json", origin)
+    config_file = stored_mapping(file.parent / "config.json")
+    for name, usual in UNSEEN.items():
+        if config_file.get(name, usual) != usual:
+            raise ConfigError(
+                f"{origin}: has {name}={config_file[name]} in its config.json, and control networks have {usual} here; "
+                "name another"
+            )
     header: dict[str, str] = {}
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as stored:
             header = stored.metadata() or {}
     with parsing(f"{origin}:"):
         return state, json.loads(header[FILTER]) if FILTER in header else None
-
-
-def _check_unseen(path: Path, origin: str) -> None:
-    """Refuse a network whose configuration, where there is one, says what its tensors do not and what is not here."""
-    stored = stored_mapping(path)
-    for name, usual in UNSEEN.items():
-        if stored.get(name, usual) != usual:
-            raise ConfigError(
-                f"{origin}: has {name}={stored[name]} in its config.json, and control networks have {usual} here; name "
-                "another"
-            )
-
-
-def save_controlnet(
-    config: Mapping[str, Any], state: Mapping[str, Tensor], made_by: Mapping[str, Any], directory: Path
-) -> float:
-    """Write a folder that `ControlNetModel.from_pretrained` loads, replacing `directory` at once.
-
-    `made_by` is the configuration node of the maps' filter. Returns the relative difference of what the network makes
-    of a fixed map after reading it back; a RunError leaves `directory` as it was.
-    """
-    with torch.device("meta"):
-        network = ControlNetModel.from_config({n: value for n, value in config.items() if not n.startswith("_")})
-    network.load_state_dict(state, strict=True, assign=True)
-    with replaced_directory(directory) as partial, quiet():
-        network.save_config(partial)
-        write_tensors(partial / FILE_NAME, state, {"format": "pt", FILTER: json.dumps(made_by)})
-        loaded = ControlNetModel.from_pretrained(partial, torch_dtype=network.dtype)
-        return read_back_error(network.eval(), loaded.eval(), directory, _fixed_output)
 
 
 @torch.no_grad()

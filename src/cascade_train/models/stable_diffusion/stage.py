@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.batch import Batch
+from cascade_train.errors import ConfigError
 from cascade_train.models.autoencoder_kl import KLAutoencoder
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
@@ -26,6 +27,9 @@ from cascade_train.models.text_encoder import SecondTextEncoder
 
 Drawn = dict[str, Tensor]
 """Choices about a training batch, on the host: `posterior`, (B, C, H, W) fp32 standard normal; `time_ids`, (B, 6)."""
+
+OF_STAGE_C = {"blocks": None, "bottleneck": "effnet", "backbone_weights": None}
+"""Options of control networks that mean nothing here, and the values that stand for that."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -136,9 +140,12 @@ class StableDiffusion(DenoisingStage):
 
     def check_control(self, options: ControlOptions) -> None:
         """Refuse what is for Stage C's control networks."""
-        from cascade_train.models.stable_diffusion.control import check_options  # heavy: diffusers
-
-        check_options(options, self.name)
+        for key, unset in OF_STAGE_C.items():
+            if (value := getattr(options, key)) != unset:
+                raise ConfigError(
+                    f"task.{key}={value}: is for control networks of Stage C; those of {self.name} are copies of the "
+                    f"network's way down. Set it to {'null' if unset is None else unset}."
+                )
 
     def add_control(self, options: ControlOptions, device: torch.device) -> Control:
         """Return a control network, see `UNetControl`; attention and recomputing are chosen for it too."""

@@ -30,8 +30,6 @@ from cascade_train.models.formats.export import (
 from cascade_train.models.formats.pipeline_parts import copy_on_host, on_host, tokenizer_of_length
 
 if TYPE_CHECKING:
-    from transformers import CLIPImageProcessor
-
     from cascade_train.models.cascade.stage_b import StageB
     from cascade_train.models.cascade.stage_c import StageC
 
@@ -102,23 +100,26 @@ def _save(
                 part.save_pretrained(place / name)
         if pipeline is not None:
             _write_index(place, pipeline, parts, settings)
-        return max(_folder_error(network, place / name, directory) for name, network in networks.items())
-
-
-def _folder_error(network: StableCascadeUNet, written: Path, directory: Path) -> float:
-    loaded = StableCascadeUNet.from_pretrained(written, torch_dtype=network.dtype)
-    return read_back_error(network, loaded, directory, partial(fixed_prediction, CASCADE))
+        errors = []
+        for name, network in networks.items():
+            loaded = StableCascadeUNet.from_pretrained(place / name, torch_dtype=network.dtype)
+            errors.append(read_back_error(network, loaded, directory, partial(fixed_prediction, CASCADE)))
+        return max(errors)
 
 
 def _prior_parts(network: StableCascadeUNet, stage: StageC) -> dict[str, Any]:
+    from transformers import CLIPImageProcessor
+
     tower = None if stage.image_encoder is None else stage.image_encoder.module
+    side = None if tower is None else tower.config.image_size
+    crop = {"height": side, "width": side}
     return {
         "tokenizer": tokenizer_of_length(stage.text_encoder),
         "text_encoder": copy_on_host(stage.text_encoder.module, network.dtype),
         "prior": network,
         "scheduler": DDPMWuerstchenScheduler(),
         "image_encoder": None if tower is None else copy_on_host(tower, network.dtype),
-        "feature_extractor": None if tower is None else _image_processor(tower.config.image_size),
+        "feature_extractor": None if side is None else CLIPImageProcessor(size={"shortest_edge": side}, crop_size=crop),
     }
 
 
@@ -151,9 +152,3 @@ def _write_index(place: Path, name: str, parts: Mapping[str, Any], settings: Map
         library = module if module.startswith("diffusers.pipelines.") else module.partition(".")[0]
         index[title] = (None, None) if part is None else (library, type(part).__name__)
     (place / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _image_processor(side: int) -> CLIPImageProcessor:
-    from transformers import CLIPImageProcessor  # only of image towers
-
-    return CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})

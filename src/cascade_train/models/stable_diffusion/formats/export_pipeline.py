@@ -15,6 +15,7 @@ from cascade_train.models.formats.export import (
     build_plain_network,
     check_equal_tensors,
     fixed_prediction,
+    module_around,
     quiet,
     read_back_error,
     replaced_directory,
@@ -61,9 +62,8 @@ def _pipeline(
     towers: Mapping[str, Mapping[str, Tensor]],
 ) -> Any:
     kind = getattr(diffusers, scheduler.pop("_class_name"))
-    vae = AutoencoderKL(**stage.vae.arguments)
-    vae.load_state_dict(on_host(stage.vae.module, network.dtype), strict=True, assign=True)
-    parts: dict[str, Any] = {"unet": network, "vae": vae.eval(), "scheduler": kind(**scheduler)}
+    vae = module_around(lambda: AutoencoderKL(**stage.vae.arguments), on_host(stage.vae.module, network.dtype))
+    parts: dict[str, Any] = {"unet": network, "vae": vae, "scheduler": kind(**scheduler)}
     for name, encoder in stage.text_encoders().items():
         parts[name] = copy_on_host(encoder.module, network.dtype, towers.get(name))
         parts[name.replace("text_encoder", "tokenizer")] = tokenizer_of_length(encoder)

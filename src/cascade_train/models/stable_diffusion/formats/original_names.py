@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cascade_train.models.formats.weights import replace_parts
+
 _OUTER = {
     "time_embedding.linear_1": "time_embed.0",
     "time_embedding.linear_2": "time_embed.2",
@@ -114,8 +116,7 @@ def vae_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for name, tensor in state.items():
         new = re.sub(r"up_blocks\.(\d+)", lambda match: f"up.{last - int(match[1])}", name)
-        for theirs, ours in _VAE:
-            new = new.replace(theirs, ours)
+        new = replace_parts(new, _VAE)
         found[new] = tensor[:, :, None, None] if ".attn_1." in new and tensor.ndim == 2 else tensor
     return found
 
@@ -135,18 +136,12 @@ def open_clip_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             continue
         if leaf:
             fused = torch.cat([plain[f"{stem}.{part}_proj.{leaf}"] for part in "qkv"])
-            found[f"{_open_clip(stem)}.in_proj_{leaf}"] = fused
+            found[f"{replace_parts(stem, _OPEN_CLIP)}.in_proj_{leaf}"] = fused
         elif name == "text_projection.weight":
             found["text_projection"] = tensor.T
         else:
-            found[_open_clip(name)] = tensor
+            found[replace_parts(name, _OPEN_CLIP)] = tensor
     return {f"model.{name}": tensor for name, tensor in found.items()}
-
-
-def _open_clip(name: str) -> str:
-    for theirs, ours in _OPEN_CLIP:
-        name = name.replace(theirs, ours)
-    return name
 
 
 def of_unet(config: Mapping[str, Any], *, is_lora: bool, prediction: str | None) -> dict[str, str]:
