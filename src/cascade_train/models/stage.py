@@ -378,9 +378,8 @@ class AutoencoderStage(Stage):
 
     def weight_specs(self) -> list[WeightsSpec]:
         """Return the files of the network."""
-        if self.weights is None:
-            return []
-        return [WeightsSpec(key="model.weights", source=self.weights, part=self.part)]
+        source = self.weights
+        return [] if source is None else [WeightsSpec(key="model.weights", source=source, part=self.part)]
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""

@@ -44,9 +44,8 @@ def find_model(source: str, *, key: str, part: str | None, allow_any_target: boo
     """
     origin, path = f"{key}={source}", Path(source)
     run = run_of(path)
-    on_hub = (
-        parse_source(source) is not None and not Path(path.parts[0]).is_dir()
-    )  # runs/typo is no repository of an owner "runs"
+    # runs/typo is no repository of an owner "runs"
+    on_hub = parse_source(source) is not None and not Path(path.parts[0]).is_dir()
     if run is None and (path.exists() or on_hub or is_packaged(source)) and not (path / "checkpoints").is_dir():
         return TrainedModel(origin=origin, cfg=_published(source, key, part), export=None)
     run = path if run is None else run

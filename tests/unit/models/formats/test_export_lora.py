@@ -120,7 +120,7 @@ def test_adapters_that_read_back_differently_never_appear(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_merged_weights_predict_what_the_adapted_network_does(dora: bool, tmp_path: Path) -> None:
-    network = adapted([".attn", "embedding"], dora=dora)
+    network = adapted([".attn", "embedding", "channelwise", "clf", "upscalers"], dora=dora)
     source = tmp_path / "lora.safetensors"
     export_lora(stored(network), network, source, format="single", metadata={})
     plain = small_network()

@@ -104,19 +104,13 @@ def test_a_path_that_does_not_exist_is_refused(source: str) -> None:
         find_network(source)
 
 
-@pytest.mark.parametrize("part", ["vqgan", "semantic_compressor", "previewer", "prior", "decoder"])
-def test_each_part_of_the_tiny_cascade_lies_in_the_package(part: str) -> None:
-    (file,) = find_weight_files("package:tiny", part=part)
+@pytest.mark.parametrize("part", ["vqgan", "semantic_compressor", "previewer", "prior", "decoder", "sd/vae", "sd/unet"])
+def test_each_part_of_the_tiny_models_lies_in_the_package(part: str) -> None:
+    folder, _, name = f"package:tiny/{part}".rpartition("/")
+    (file,) = find_weight_files(folder, part=name)
     assert file.is_file()
-    assert file.parent.name == part
-
-
-@pytest.mark.parametrize(("family", "part"), [("sd", "vae"), ("sd", "text_encoder"), ("sdxl", "text_encoder_2")])
-def test_each_part_of_the_tiny_stable_diffusions_lies_in_the_package(family: str, part: str) -> None:
-    (network,) = find_network(f"package:tiny/{family}")
-    (file,) = find_weight_files(f"package:tiny/{family}", part=part)
-    assert (network.parent.name, network.parents[1].name) == ("unet", family)
-    assert (file.parent.name, file.parents[1].name) == (part, family)
+    assert file.parent == weights_source.PACKAGED["package:tiny"] / part
+    assert find_network("package:tiny/sdxl")[0].parent.name == "unet"
 
 
 @pytest.mark.parametrize(("pattern", "count", "most"), [("*/*", 5, 15_000_000), ("sd*/**/*", 9, 6_000_000)])

@@ -23,16 +23,13 @@ def map_keys(stored_names: Iterable[str]) -> dict[str, Stored]:
     for name in stored_names:
         fused = next((old for old in _FUSED if name.endswith(old)), None)
         if fused is None:
-            mapped[_rename(name)] = Stored(name)
+            ours = re.sub(r"^clip_mapper\.", "clip_txt_pooled_mapper.", name)
+            mapped[ours.replace("attn.out_proj.", "to_out.0.")] = Stored(name)
             continue
         stem = name.removesuffix(fused)
         for third, projection in enumerate(("to_q", "to_k", "to_v")):
             mapped[f"{stem}{projection}.{_FUSED[fused]}"] = Stored(name, third)
     return mapped
-
-
-def _rename(name: str) -> str:
-    return re.sub(r"^clip_mapper\.", "clip_txt_pooled_mapper.", name).replace("attn.out_proj.", "to_out.0.")
 
 
 def original_layout(names: Iterable[str]) -> dict[str, tuple[str, ...]]:

@@ -103,35 +103,25 @@ def test_names_of_published_sizes_are_the_originals(model: str) -> None:
     assert {name: name for name in network.state_dict()} == again
 
 
-def test_our_stages_load_every_part_of_a_file(pipeline: tuple[str, Path], tmp_path: Path) -> None:
-    (model, folder), file = pipeline, tmp_path / "model.safetensors"
-    save_single_file(folder, file, dtype=None)
-    save_file({name: tensor + 0.5 for name, tensor in load_file(file).items()}, file)
-    stage, found = build_stage(model, {"seed": 5}), build_stage(model, weights_of(model, file))
-    assert len(stage.frozen_modules()) == (3 if model == "sdxl_tiny" else 2)
-    modules = {"network": (stage.network, found.network)}
-    modules |= {name: (module, found.frozen_modules()[name]) for name, module in stage.frozen_modules().items()}
-    for name, (first, loaded) in modules.items():
-        state = loaded.state_dict()
-        assert all(torch.equal(state[key], tensor + 0.5) for key, tensor in first.state_dict().items()), name
-
-
 def weights_of(model: str, source: Path, **towers: Any) -> dict[str, Any]:
     names = ("text_encoder", "text_encoder_2", "vae") if model == "sdxl_tiny" else ("text_encoder", "vae")
     parts = {name: {"weights": str(source), **towers.get(name, {})} for name in names}
     return {"weights": str(source), "random_encoders": False, **parts}
 
 
-def test_our_stages_load_every_part_of_a_folder(pipeline: tuple[str, Path]) -> None:
-    model, folder = pipeline
+def test_our_stages_load_every_part_of_a_file_and_of_a_folder(pipeline: tuple[str, Path], tmp_path: Path) -> None:
+    (model, folder), file = pipeline, tmp_path / "model.safetensors"
+    save_single_file(folder, file, dtype=None)
+    save_file({name: tensor + 0.5 for name, tensor in load_file(file).items()}, file)
     stage, towers = build_stage(model, {"seed": 5}), ("text_encoder", "text_encoder_2")
-    for source in (folder, folder.parent, folder.parent.parent):
-        found = build_stage(model, weights_of(model, source, **{name: {"subfolder": name} for name in towers}))
-        state = found.network.state_dict()
-        assert all(torch.equal(state[name], tensor) for name, tensor in stage.network.state_dict().items())
-        for name, module in found.frozen_modules().items():
-            expected = stage.frozen_modules()[name].state_dict()
-            assert all(torch.equal(tensor, expected[key]) for key, tensor in module.state_dict().items()), name
+    expected = {"network": stage.network, **stage.frozen_modules()}
+    assert len(expected) == (4 if model == "sdxl_tiny" else 3)
+    for source in (file, folder, folder.parent, folder.parent.parent):
+        of_parts = {} if source == file else {name: {"subfolder": name} for name in towers}
+        found = build_stage(model, weights_of(model, source, **of_parts))
+        for name, module in {"network": found.network, **found.frozen_modules()}.items():
+            wanted, more = expected[name].state_dict(), 0.5 if source == file else 0.0
+            assert all(torch.equal(tensor, wanted[key] + more) for key, tensor in module.state_dict().items()), name
 
 
 def test_a_file_without_a_tower_says_so(tmp_path: Path) -> None:
