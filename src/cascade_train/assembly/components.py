@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.config.components import construct
-from cascade_train.config.contracts import CONTRACTS, broken_contract
+from cascade_train.config.components import CONTRACTS, broken_contract, construct
 from cascade_train.config.groups import option_targets
 from cascade_train.config.targets import class_constant
 from cascade_train.errors import ConfigError

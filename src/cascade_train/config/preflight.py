@@ -17,8 +17,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.config.components import check_component, check_is_component, construct, missing_message
-from cascade_train.config.contracts import CONTRACTS
+from cascade_train.config.components import (
+    CONTRACTS,
+    check_component,
+    check_is_component,
+    construct,
+    missing_message,
+)
 from cascade_train.config.groups import chosen, did_you_mean, option_files, option_targets
 from cascade_train.config.schema import AUTO, COMPONENTS, ParallelMode, Precision, Root, TrackerName
 from cascade_train.config.targets import check_targets, class_constant, components_in, is_component

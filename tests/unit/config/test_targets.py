@@ -11,8 +11,7 @@ import pytest
 from omegaconf import DictConfig
 
 from cascade_train.assembly.components import build_component
-from cascade_train.config.components import check_component
-from cascade_train.config.contracts import CONTRACTS, broken_contract
+from cascade_train.config.components import CONTRACTS, broken_contract, check_component
 from cascade_train.config.preflight import preflight
 from cascade_train.config.targets import check_confined, class_constant, import_target, is_trusted
 from cascade_train.errors import ConfigError

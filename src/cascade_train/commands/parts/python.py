@@ -26,7 +26,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.commands.parts.command_line import filled
-from cascade_train.config.contracts import without_types
+from cascade_train.config.components import without_types
 from cascade_train.config.error_messages import in_our_words
 from cascade_train.config.groups import nearest
 from cascade_train.config.launch import (
