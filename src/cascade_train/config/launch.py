@@ -20,13 +20,13 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from cascade_train.config.error_messages import code_of, noted, other_name
 from cascade_train.config.groups import NESTED, conf_dir, groups
 from cascade_train.config.overrides import HYDRAS_OWN, check_not_expanded, given_values, with_paths_quoted
 from cascade_train.config.schema import Root
-from cascade_train.config.sweep import check_launcher, is_main, sweeps_saved_redacted
+from cascade_train.config.sweep import check_launcher, is_main, save_redacted
 from cascade_train.config.sweeps.runs import place_run
 from cascade_train.config.sweeps.slurm import adopt_slurm_step, one_thread_a_rank, slurm_jobs_followed
 from cascade_train.errors import ConfigError
@@ -92,7 +92,7 @@ def compose_and_run(
             Signals(),
             arguments,
             texts_checked(),
-            sweeps_saved_redacted(),
+            replaced(OmegaConf, "save", save_redacted),
             followed,
             replaced(HydraConfig.instance(), "cfg", HydraConfig.instance().cfg),
             _full_errors("1"),  # else Hydra prints what fails, on every rank

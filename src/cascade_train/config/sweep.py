@@ -38,7 +38,7 @@ from cascade_train.config.sweeps.runs import (
     ranked,
     table,
 )
-from cascade_train.config.sweeps.slurm import ON_SLURM, SlurmJob, adopt_slurm_step, requeue, slurm_jobs
+from cascade_train.config.sweeps.slurm import JOBS, ON_SLURM, SlurmJob, adopt_slurm_step, requeue
 from cascade_train.errors import STOPPED, ConfigError, RunError, install_hint, unwritten
 from cascade_train.files.durable import to_yaml, write_durably
 from cascade_train.files.untrusted import load_mapping
@@ -191,11 +191,11 @@ class SweepResults(Callback):
         while True:
             found = ended_runs(folder, call=str, number=int)
             own = {each["number"] for each in found if each["call"] == self.call}
-            lost = [job for job in slurm_jobs() if job.number not in own]
+            lost = [job for job in JOBS if job.number not in own]
             if not any(job.state in ("", "COMPLETED") for job in lost) or time.monotonic() > end:
                 break
             time.sleep(1)
-        states = {job.number: job.state for job in slurm_jobs()}
+        states = {job.number: job.state for job in JOBS}
         results = [self._public(each, states) for each in [*found, *self.unwritten]] + [_lost(job) for job in lost]
         taken = {each["run_dir"] for each in results if not each["earlier"]}
         there = {each["run_dir"] for each in results if Path(each["run_dir"]).is_dir()} - taken
@@ -229,26 +229,19 @@ def _show_changes(path: Path, config: DictConfig) -> None:
         )
 
 
-@contextmanager
-def sweeps_saved_redacted() -> Iterator[None]:
-    """Let rank 0 alone save the configuration of a sweep, with every secret in it hidden.
+_save: Callable[..., None] = OmegaConf.save
+
+
+def save_redacted(config: Any, f: Any, resolve: bool = False) -> None:
+    """Save a configuration; that of a sweep by rank 0 alone, with every secret in it hidden.
 
     Hydra's sweepers save it before they check the runs' overrides, so that a refused sweep leaves it too.
     """
-    save: Callable[..., None] = OmegaConf.save
-
-    def save_redacted(config: Any, f: Any, resolve: bool = False) -> None:
-        if not isinstance(f, str | Path) or Path(f).name != SAVED:
-            save(config, f, resolve)
-        elif is_main():
-            plain = redacted(OmegaConf.to_container(config, resolve=resolve, enum_to_str=True))
-            write_whole(Path(f), to_yaml(plain, allow_unicode=True))
-
-    OmegaConf.save = staticmethod(save_redacted)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        OmegaConf.save = staticmethod(save)  # type: ignore[method-assign]
+    if not isinstance(f, str | Path) or Path(f).name != SAVED:
+        _save(config, f, resolve)
+    elif is_main():
+        plain = redacted(OmegaConf.to_container(config, resolve=resolve, enum_to_str=True))
+        write_whole(Path(f), to_yaml(plain, allow_unicode=True))
 
 
 @contextmanager

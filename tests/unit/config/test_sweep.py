@@ -173,7 +173,7 @@ def test_a_job_that_left_nothing_is_named(
     submitted.undo()
     ended(folder, 1, loss=0.25)
     jobs = [job_of(folder, *each) for each in enumerate(("COMPLETED", "CANCELLED", "FAILED"))]
-    submitted.setattr(sweep, "slurm_jobs", lambda: jobs)
+    submitted.setattr(sweep, "JOBS", jobs)
     with pytest.raises(SystemExit, match="1"):
         results.on_multirun_end(config(folder))
     assert [(row["number"], row["exit_code"], row.get("state")) for row in read(folder)] == [
@@ -186,7 +186,7 @@ def test_a_job_that_left_nothing_is_named(
 
 
 def test_a_result_that_a_slow_folder_shows_late_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sweep, "slurm_jobs", lambda: [job_of(folder, 0, "COMPLETED")])
+    monkeypatch.setattr(sweep, "JOBS", [job_of(folder, 0, "COMPLETED")])
     results, late = SweepResults(), ended(folder, 0, loss=0.5)
     monkeypatch.setattr(sweep.time, "sleep", lambda seconds: results._write(config(folder, 0), late, 0))
     results.on_multirun_end(config(folder))

@@ -47,18 +47,14 @@ class SlurmJob:
     state: str = ""  # as SLURM gave it last
 
 
-_jobs: list[SlurmJob] = []
-
-
-def slurm_jobs() -> list[SlurmJob]:
-    """Return the jobs that this command has submitted."""
-    return _jobs
+JOBS: list[SlurmJob] = []
+"""The jobs that this command has submitted."""
 
 
 @contextmanager
 def slurm_jobs_followed(argv: Sequence[str]) -> Iterator[None]:
     """Show submitit's jobs, and wait until SLURM has ended them; a RunError where one is not submitted."""
-    _jobs.clear()
+    JOBS.clear()
     if ON_SLURM not in argv:
         yield
         return
@@ -84,16 +80,16 @@ def _submitting(submit: Callable[..., Any], argv: Sequence[str]) -> Callable[...
         wait_for_earlier(Path(executor.folder).parent)
         jobs = submit(executor, calls)
         new = [_slurm_job(job, call, argv) for job, call in zip(jobs, calls, strict=True)]
-        _jobs.extend(new)
+        JOBS.extend(new)
         ids = ",".join(sorted({job.job.partition("_")[0] for job in new}))
-        say(
+        sys.stderr.write(
             f"Submitted {len(new)} runs as SLURM's job {ids}. Ctrl-C ends the waiting, not the jobs; scancel {ids} "
-            "ends them."
+            "ends them.\n"
         )
         for job in new:
             where = job.directory or " ".join(map(redact_argument, job.overrides))
             log = job.log.relative_to(Path.cwd()) if job.log.is_relative_to(Path.cwd()) else job.log
-            say(f"  {job.job}  {where}  log: {log}")
+            sys.stderr.write(f"  {job.job}  {where}  log: {log}\n")
         return jobs
 
     return submitted
@@ -109,7 +105,7 @@ def _slurm_job(job: Any, call: Any, argv: Sequence[str]) -> SlurmJob:
 
 def _wait() -> list[JobReturn]:
     """Wait until SLURM holds none of the jobs, and return what Hydra expects; their results are in files."""
-    states = {job.job: job.state for job in _jobs if job.state not in ENDED}
+    states = {job.job: job.state for job in JOBS if job.state not in ENDED}
     try:
         wait_until_ended(states)
     except KeyboardInterrupt:
@@ -118,7 +114,7 @@ def _wait() -> list[JobReturn]:
             "and shows what all runs came to."
         ) from None
     finally:
-        for job in _jobs:
+        for job in JOBS:
             job.state = states.get(job.job, job.state)
     ended = JobReturn(status=JobStatus.COMPLETED)
     ended.return_value = 0
@@ -127,11 +123,13 @@ def _wait() -> list[JobReturn]:
 
 def wait_for_earlier(folder: Path) -> None:
     """Wait for the jobs of an earlier call of this sweep, by their folders: the run's lock would refuse two at once."""
-    own = {job.job for job in _jobs}
+    own = {job.job for job in JOBS}
     there = {path.name for path in folder.iterdir()} - own if folder.is_dir() else set()
     held = {job: state for job, state in (queue() or {}).items() if job in there and state not in ENDED}
     if held:
-        say(f"SLURM still holds {', '.join(held)} of an earlier call of this sweep: waiting for them to end.")
+        sys.stderr.write(
+            f"SLURM still holds {', '.join(held)} of an earlier call of this sweep: waiting for them to end.\n"
+        )
         wait_until_ended(held)
 
 
@@ -148,7 +146,7 @@ def wait_until_ended(states: dict[str, str]) -> None:
             states[job] = state or states[job]
             if state in ENDED or (state is None and job in missed):
                 held.discard(job)
-                say(f"Job {job} has ended; {len(held)} of {len(states)} are left.")
+                sys.stderr.write(f"Job {job} has ended; {len(held)} of {len(states)} are left.\n")
             missed = missed | {job} if state is None else missed - {job}
         if held:
             time.sleep(min(LONGEST_PAUSE, max(FIRST_PAUSE, (time.monotonic() - begun) / 10)))
@@ -182,12 +180,6 @@ def ask(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def say(line: str) -> None:
-    """Write a line to stderr, at once."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 FIRST_PORT, PORTS = 10000, 20000

@@ -76,7 +76,7 @@ def test_what_was_submitted_is_told_at_once(
     before = slurm.SlurmJob.results
     with slurm_jobs_followed(ARGV):
         submit(tmp_path, monkeypatch)
-        assert [(job.number, job.state) for job in slurm_jobs.slurm_jobs()] == [(0, "COMPLETED"), (1, "FAILED")]
+        assert [(job.number, job.state) for job in slurm_jobs.JOBS] == [(0, "COMPLETED"), (1, "FAILED")]
     assert slurm.SlurmJob.results is before
     assert capsys.readouterr().err.splitlines()[:3] == [
         "Submitted 2 runs as SLURM's job 17. Ctrl-C ends the waiting, not the jobs; scancel 17 ends them.",
