@@ -26,6 +26,7 @@ from cascade_train.config.launch import compose_root
 from cascade_train.config.preflight import EXTRAS, preflight
 from cascade_train.config.targets import import_target
 from cascade_train.errors import ConfigError, install_hint
+from cascade_train.files.durable import to_yaml
 
 OWN_OBJECTIVE = "override /objective@_global_.objective"
 """The entry in a model's defaults that chooses its objective."""
@@ -124,9 +125,13 @@ class Recipe:
         body = {"defaults": [{names[group]: chosen[group]} for group in added_first]} if chosen else {}
         about = [line for remark in self.remarks for line in textwrap.wrap(remark, 118, break_long_words=False)]
         lines = [line for line in (title, command, *about) if not is_untrusted(line)]
-        parts = ["# @package _global_\n", *(f"# {line}\n" for line in lines), _dump(body)]
-        values = nested({key: value for key, value in self.values.items() if key not in self.defaults})
-        return "".join([*parts, *(f"\n{_dump({node: value})}" for node, value in values.items())])
+        parts = ["# @package _global_\n", *(f"# {line}\n" for line in lines), to_yaml(body) if body else ""]
+        tree = OmegaConf.create()
+        for key, value in self.values.items():
+            if key not in self.defaults:
+                OmegaConf.update(tree, key, value, force_add=True)
+        values: Any = OmegaConf.to_container(tree)
+        return "".join([*parts, *(f"\n{to_yaml({node: value})}" for node, value in values.items())])
 
     def report(self) -> list[str]:
         """Return the remarks, and each key of the trainer's under what became of it; those of one fate share a line."""
@@ -180,35 +185,6 @@ def shown(value: Any) -> str:
     """Return a value as an override has it, shortened."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted keys as nested mappings."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *path, leaf = key.split(".")
-        node = tree
-        for name in path:
-            node = node.setdefault(name, {})
-        node[leaf] = value
-    return tree
-
-
-class _Dumper(yaml.SafeDumper):
-    """Mappings over lines, lists of values in one."""
-
-
-def _represent_list(dumper: _Dumper, data: list[Any]) -> yaml.Node:
-    flow = not any(isinstance(item, dict) for item in data)
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flow)
-
-
-_Dumper.add_representer(list, _represent_list)
-
-
-def _dump(value: Mapping[str, Any]) -> str:
-    dumped: str = yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120)
-    return dumped if value else ""
 
 
 def settle(recipe: Recipe) -> DictConfig:
