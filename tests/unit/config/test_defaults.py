@@ -5,8 +5,6 @@ That compositions have the listed values: test_every_option.py, with what else i
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
 from tests.unit.config import test_every_option
@@ -21,7 +19,7 @@ from tests.unit.config.defaults import (
     listed,
     only_defaults,
     python_defaults,
-    python_expression,
+    python_value,
     recipe_values,
     shipped,
     shipped_files,
@@ -41,7 +39,7 @@ def test_every_default_in_python_is_in_a_list() -> None:
     found, lists = python_defaults(), listed("python")
     assert len(found) > 30
     assert [name for name in found if name not in lists] == []
-    assert {name: ast.literal_eval(python_expression(name)) for name in lists} == lists
+    assert {name: python_value(name) for name in lists} == lists
 
 
 def test_the_lists_speak_of_what_ships_and_give_reasons() -> None:
