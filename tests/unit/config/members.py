@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Optional, Protocol, Union
+from typing import Any, ClassVar, Protocol
 
 CONSTANT = 3
 Sizes = list[int]
@@ -88,31 +86,9 @@ class Speaks(Protocol):
 
 def annotated(
     *,
-    integer: int,
-    number: float,
-    flag: bool,
-    text: str,
-    path: Path,
-    maybe: int | None,
-    old: Optional[int],  # noqa: UP045
-    either: Union[int, str],  # noqa: UP007
-    many: list[int],
-    several: Sequence[str | None],
-    pair: tuple[float, float],
-    run: tuple[int, ...],
-    table: Mapping[str, int],
-    word: Literal["a", "b", 1, None],
-    anything: Any,
     alias: Sizes,
     quoted: "int",  # noqa: UP037
-    mode: Mode,
     plain: Plain,
-    maybe_plain: Plain | None,
-    plains: list[Plain],
-    speaks: Speaks,
-    call: Callable[..., int],
-    bare: list,
-    bare_call: Callable,
     unknown: NotThere,  # type: ignore[name-defined]  # noqa: F821
     untold,  # type: ignore[no-untyped-def]
 ) -> None: ...

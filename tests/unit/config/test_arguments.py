@@ -1,7 +1,8 @@
 """Which arguments a constructor takes, what values fit them, and what they mean to resumes and saved configurations."""
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union
 
 import pytest
 from omegaconf import OmegaConf
@@ -25,57 +26,48 @@ PLAIN, CHILD, STRANGER = ({"_target_": f"{HERE}.{name}"} for name in ("Plain", "
 
 PARTIAL, FUNCTION, ELSEWHERE = {**STRANGER, "_partial_": True}, {"_target_": f"{HERE}.function"}, {"_target_": "no.T"}
 
-FITTING: dict[str, tuple[list[Any], list[Any]]] = {
-    "integer": ([3], [0.5, "3", True, None]),
-    "number": ([3, 0.5, FUNCTION], ["0.5", True, PLAIN]),
-    "flag": ([True], [1, "true"]),
-    "text": (["x"], [3]),
-    "path": (["/x"], [3]),
-    "maybe": ([None, 3], ["x"]),
-    "old": ([None], ["x"]),
-    "either": (["x", 3], [0.5]),
-    "many": ([[1, 2], [], PLAIN], [3, "12", [0.5]]),
-    "several": ([["x", None]], [[1]]),
-    "pair": ([[1, 0.5]], [[1.0], [1.0, "x"]]),
-    "run": ([[1, 2, 3]], [["x"]]),
-    "table": ([{"a": 1}], [{"a": "x"}, [1]]),
-    "word": (["b", 1, None], ["c", True]),
-    "anything": ([{"x": [None]}], []),
-    "alias": ([[3]], [["x"]]),
-    "quoted": ([3], ["x"]),
-    "mode": (["fast"], []),
-    "plain": ([PLAIN, CHILD, PARTIAL, ELSEWHERE, FUNCTION], ["inpaint", None, {"size": 3}, STRANGER]),
-    "maybe_plain": ([None], ["inpaint"]),
-    "plains": ([[PLAIN, CHILD]], [[PLAIN, "x"], [STRANGER]]),
-    "speaks": ([STRANGER], ["x"]),
-    "call": ([PLAIN], ["torch.relu"]),
-    "bare": ([["x", 1]], ["x", {"a": 1}]),
-    "bare_call": ([PLAIN], [3]),
-    "unknown": (["x"], []),
-    "untold": (["x"], []),
-}
-"""Argument of `members.annotated` -> values that fit its type, and values that do not."""
+OWN_TYPES = {name: parameter.hint for name, parameter in parameters(members.annotated)[0].items()}
+
+FITTING: list[tuple[Any, list[Any], list[Any]]] = [
+    (int, [3], [0.5, "3", True, None]),
+    (float, [3, 0.5, FUNCTION], ["0.5", True, PLAIN]),
+    (bool, [True], [1, "true"]),
+    (str, ["x"], [3]),
+    (Path, ["/x"], [3]),
+    (int | None, [None, 3], ["x"]),
+    (Union[int, str], ["x", 3], [0.5]),  # noqa: UP007
+    (list[int], [[1, 2], [], PLAIN], [3, "12", [0.5]]),
+    (Sequence[str | None], [["x", None]], [[1]]),
+    (tuple[float, float], [[1, 0.5]], [[1.0], [1.0, "x"]]),
+    (tuple[int, ...], [[1, 2, 3]], [["x"]]),
+    (Mapping[str, int], [{"a": 1}], [{"a": "x"}, [1]]),
+    (Literal["a", "b", 1, None], ["b", 1, None], ["c", True]),
+    (Any, [{"x": [None]}], []),
+    (members.Mode, ["fast"], []),
+    (members.Plain, [PLAIN, CHILD, PARTIAL, ELSEWHERE, FUNCTION], ["inpaint", None, {"size": 3}, STRANGER]),
+    (members.Plain | None, [None], ["inpaint"]),
+    (list[members.Plain], [[PLAIN, CHILD]], [[PLAIN, "x"], [STRANGER]]),
+    (members.Speaks, [STRANGER], ["x"]),
+    (Callable[..., int], [PLAIN], ["torch.relu"]),
+    (list, [["x", 1]], ["x", {"a": 1}]),
+    (Callable, [PLAIN], [3]),
+    (OWN_TYPES["alias"], [[3]], [["x"]]),
+    (OWN_TYPES["quoted"], [3], ["x"]),
+    (OWN_TYPES["unknown"], ["x"], []),
+    (OWN_TYPES["untold"], ["x"], []),
+]
+"""Types, each with values that fit it, and values that do not."""
 
 
-def hint(name: str):
-    return parameters(members.annotated)[0][name].hint
+@pytest.mark.parametrize(("hint", "good", "bad"), FITTING)
+def test_a_value_fits_its_annotation_or_does_not(hint: Any, good: list[Any], bad: list[Any]):
+    assert [value for value in good if not fits(value, hint)] == []
+    assert [value for value in bad if fits(value, hint)] == []
 
 
-@pytest.mark.parametrize("name", FITTING)
-def test_a_value_fits_its_annotation_or_does_not(name: str):
-    good, bad = FITTING[name]
-    assert [value for value in good if not fits(value, hint(name))] == []
-    assert [value for value in bad if fits(value, hint(name))] == []
-
-
-@pytest.mark.parametrize("name", ["plain", "maybe_plain", "speaks", "call"])
-def test_annotations_for_objects_need_a_component(name: str):
-    assert needs_component(hint(name))
-
-
-@pytest.mark.parametrize("name", ["integer", "maybe", "text", "many", "anything", "mode", "untold"])
-def test_annotations_for_values_need_none(name: str):
-    assert not needs_component(hint(name))
+def test_annotations_for_objects_need_a_component_and_those_for_values_none():
+    assert all(map(needs_component, (members.Plain, members.Plain | None, members.Speaks, Callable[..., int])))
+    assert not any(map(needs_component, (int, int | None, str, list[int], Any, members.Mode, OWN_TYPES["untold"])))
 
 
 EXPECTED = {
@@ -98,11 +90,8 @@ def test_arguments_and_which_are_required_are_known(name: str):
     assert not takes_any
 
 
-def test_keyword_dictionaries_accept_any_name():
+def test_keyword_dictionaries_accept_any_name_and_a_type_is_evaluated_where_it_is_written():
     assert parameters(members.Open)[1]
-
-
-def test_a_type_is_evaluated_where_it_is_written():
     assert parameters(members.DataChild)[0]["second"].hint == list[int]
 
 

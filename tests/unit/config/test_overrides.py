@@ -60,12 +60,9 @@ def test_override_beyond_repair_is_refused_with_the_reason(override: str, reason
 
 
 @pytest.mark.parametrize("override", ["a=b", "a.b=[1,2]", "+a={b:c}", "a=null", "a='x y'"])
-def test_good_overrides_parse(override: str):
+def test_good_overrides_parse_and_a_sweep_does_not(override: str):
     assert parses(override)
-
-
-def test_sweep_does_not_parse_as_one_value():
-    assert not parses("a=1,2")
+    assert not parses(f"{override},{override}")
 
 
 def test_braces_that_the_shell_expanded_are_refused_with_the_pattern():

@@ -13,23 +13,12 @@ from tests.unit.config.composing import checked, composed
 
 REFUSED = {
     "optimizer.lr=-1": r"^optimizer\.lr=-1 must be positive",
-    "optimizer.weight_decay=-1": r"^optimizer\.weight_decay=-1 must be 0 or more",
     "+optimizer.algorithm.lr=-1": r"^optimizer\.algorithm: Invalid learning rate: -1",
-    "optimizer.algorithm.eps=-1": r"^optimizer\.algorithm: Invalid epsilon value: -1",
     "optimizer.algorithm.betas=[2.0,0.9]": r"^optimizer\.algorithm: Invalid beta parameter at index 0",
-    "lr_scheduler.warmup_steps=-1": r"^lr_scheduler\.warmup_steps=-1 must be 0 or more",
     "lr_scheduler=cosine lr_scheduler.min_factor=2": r"^lr_scheduler\.min_factor=2",
-    "task.rank=0": r"^task\.rank=0 must be at least 1: an adapter needs",
-    "task.alpha=0": r"^task\.alpha=0 must be greater than 0",
-    "task.dropout=1": r"^task\.dropout=1: ",
     "task.cond_drop_prob=2": r"^task\.cond_drop_prob=2 must lie in",
-    "task.train_tokens=[]": r"^task\.train_tokens=\[\]: names no token",
-    "data.samples=0": r"^data\.samples=0 must be at least 1",
     "data.flip_prob=3": r"^data\.flip_prob=3 must lie between 0 and 1",
-    "data.max_file_mib=0": r"^data\.max_file_mib=0 must be at least 1",
-    "data.num_workers=-1": r"^data\.num_workers=-1",
     "data.buckets.multiple_px=0": r"^data\.buckets\.multiple_px=0",
-    "data.captions.tags.keep_first=-1": r"keep_first=-1",
     "objective.schedule.s=7": r"^objective\.schedule\.s=7 must lie in",
     "objective.timestep_bias.portion=-1": r"^objective\.timestep_bias\.portion=-1 must",
     "objective.offset_noise=-1": r"^objective\.offset_noise=-1 must lie in",
@@ -39,7 +28,6 @@ REFUSED = {
     "data=regularised data.share=1.5": r"^data\.share=1.5 must lie between 0 and 1",
     "task=controlnet task.control_drop_prob=2": r"^task\.control_drop_prob=2 must lie in",
     "task=controlnet task.filter.low=300": r"^task\.filter\.low=300",
-    "task=controlnet task.blocks=[1,1]": r"^task\.blocks=\[1, 1\]: names no block, or one twice",
 }
 
 
