@@ -126,6 +126,17 @@ CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
      "calls are not allowed", {"data.row_filters": None}),
     ("official", official("finetune_c_3b", dataset_filters=[["a", 3]]), "dataset_filters: ",
      {"data.row_filters": None}),
+    ("everydream", EDREAM | {"lr": 3.3e-6, "seed": 7}, "",
+     {"optimizer.lr": 3.3e-6, "optimizer.decay": "all", "data.crop": "random", "train.max_grad_norm": None,
+      "run.seed": 7}),
+    ("everydream1", SEEDS["everydream/standard"]["file"], "", {"run.seed": 23, "data.crop": "random"}),
+    ("mindone", SEEDS["mindone/guide"]["file"], "", {"data.crop": "random", "run.seed": 42}),
+    ("open_diffusion", OPEN, "",
+     {"ema.decay": None, "task.cond_drop_prob": 0.0, "train.max_grad_norm": None, "optimizer.decay": "all"}),
+    ("kohya", OWN | {"vae": "my_vae.safetensors", "xformers": True, "sample_every_n_steps": 0, "seed": ""}, "",
+     {"model.vae.weights": "my_vae.safetensors", "attention": "sdpa", "sample.every_steps": None, "run.seed": 0}),
+    ("onetrainer", OT, "", {"task.module_filters": ["attentions"]}),
+    ("simpletuner", ST | {"use_ema": False}, "", {"ema.decay": None}),
 ]  # fmt: skip
 
 

@@ -233,34 +233,6 @@ def test_model_and_task_are_asked_for_where_they_are_not_certain(
 
 
 @pytest.mark.parametrize(
-    ("system", "given", "expected"),
-    [
-        ("everydream", ED | {"lr": 3.3e-6, "resume_ckpt": "sd_v1-5"}, {"optimizer.lr": 3.3e-6}),
-        ("kohya", OWN | {"vae": "my_vae.safetensors"}, {"model.vae.weights": "my_vae.safetensors"}),
-        ("kohya", OWN | {"xformers": True, "sample_every_n_steps": 0, "seed": ""},
-         {"attention": "sdpa", "sample.every_steps": None, "run.seed": 0}),
-        ("onetrainer", OT, {"task.module_filters": ["attentions"]}),
-        ("onetrainer", OT | {"optimizer": {"optimizer": "ADAFACTOR", "scale_parameter": False}},
-         {"optimizer.algorithm._target_": "torch.optim.AdamW"}),
-        ("kohya", OWN | {"optimizer_type": "adafactor", "optimizer_args": ["relative_step=False"]},
-         {"optimizer.algorithm._target_": "cascade_train.engine.algorithms.adafactor.Adafactor"}),
-        ("simpletuner", ST | {"use_ema": False}, {"ema.decay": None}),
-        ("open_diffusion", resolved(SEEDS["open_diffusion/template"]["file"]),
-         {"ema.decay": None, "task.cond_drop_prob": 0.0, "train.max_grad_norm": None, "optimizer.decay": "all"}),
-        ("everydream", ED | {"resume_ckpt": "sd_v1-5", "seed": 7},
-         {"optimizer.decay": "all", "data.crop": "random", "train.max_grad_norm": None, "run.seed": 7}),
-        ("everydream1", SEEDS["everydream/standard"]["file"], {"run.seed": 23, "data.crop": "random"}),
-        ("mindone", SEEDS["mindone/guide"]["file"], {"data.crop": "random", "run.seed": 42}),
-    ],
-)  # fmt: skip
-def test_what_trainers_say_and_do_is_what_the_recipe_does(
-    system: str, given: Any, expected: dict[str, Any], folder: Path
-) -> None:
-    _, cfg = told(given, folder, system=system)
-    assert {key: OmegaConf.select(cfg, key) for key in expected} == expected
-
-
-@pytest.mark.parametrize(
     ("system", "given", "key", "kind"),
     [
         ("kohya", OWN | {"prior_loss_weight": 0.3}, "prior_loss_weight", Kind.MISSING),

@@ -33,101 +33,96 @@ SIMPLETUNER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({**KOHYA, "train_text_encoder": True}, {f"{FIRST}.train": True, f"{FIRST}.lr": None}),
-        ({**KOHYA, "learning_rate_te": 5e-6}, {f"{FIRST}.train": True, f"{FIRST}.lr": 5e-6}),
-        ({**KOHYA, "learning_rate_te": 0}, {f"{FIRST}.train": False, f"{FIRST}.lr": None}),
-        ({**KOHYA, "train_text_encoder": False, "learning_rate_te": 5e-6}, {f"{FIRST}.train": False}),
-        (KOHYA, {f"{FIRST}.train": False}),
-        ({**KOHYA, "stop_text_encoder_training": 9}, {f"{FIRST}.train": True, f"{FIRST}.lr": None}),
-        ({**KOHYA, "stop_text_encoder_training": 0}, {f"{FIRST}.train": False}),
-        ({**KOHYA, "stop_text_encoder_training": -1, "learning_rate_te": 5e-6}, {f"{FIRST}.train": False}),
-        ({**XL, "learning_rate_te1": 5e-6}, {f"{FIRST}.train": False, f"{SECOND}.train": False}),
-        ({**LORA, "text_encoder_lr": []}, {"task.text_encoder_filters": ADAPTED, f"{FIRST}.lr": 1e-5}),
-        (
-            {**XL, "train_text_encoder": True, "learning_rate_te1": 1e-6, "learning_rate_te2": 0},
-            {f"{FIRST}.train": True, f"{FIRST}.lr": 1e-6, f"{SECOND}.train": False, f"{SECOND}.lr": None},
-        ),
-        (
-            {**XL, "train_text_encoder": True, "learning_rate_te2": 2e-6},
-            {f"{FIRST}.train": True, f"{FIRST}.lr": None, f"{SECOND}.train": True, f"{SECOND}.lr": 2e-6},
-        ),
-        (LORA, {"task.text_encoder_filters": ADAPTED, f"{FIRST}.lr": 1e-5, "task.module_filters": [".attentions."]}),
-        ({**LORA, "text_encoder_lr": 5e-5}, {"task.text_encoder_filters": ADAPTED, f"{FIRST}.lr": 5e-5}),
-        ({**LORA, "text_encoder_lr": 0}, {"task.text_encoder_filters": None, f"{FIRST}.lr": None}),
-        ({**LORA, "network_train_unet_only": True}, {"task.text_encoder_filters": None, f"{FIRST}.lr": None}),
-        (
-            {**LORA, **XL, "text_encoder_lr": [1e-6, 2e-6]},
-            {"task.text_encoder_filters": ADAPTED, f"{FIRST}.lr": 1e-6, f"{SECOND}.lr": 2e-6},
-        ),
-        ({**LORA, **XL, "cache_text_encoder_outputs": True}, {"task.text_encoder_filters": None}),
-        ({**KOHYA, "clip_skip": 2}, {f"{FIRST}.hidden_layer": -2}),
-        ({**XL, "clip_skip": 2}, {f"{FIRST}.hidden_layer": -2, f"{SECOND}.hidden_layer": -2}),
-        (
-            {**ONETRAINER, "model_type": "STABLE_DIFFUSION_XL_10_BASE", "text_encoder_2_layer_skip": 1},
-            {f"{FIRST}.hidden_layer": -2, f"{SECOND}.hidden_layer": -3},
-        ),
-        ({**SIMPLETUNER, "validation_negative_prompt": "ugly"}, {"sample.negative_prompt": "ugly"}),
-        ({**LORA, **XL, "max_token_length": 225}, {f"{FIRST}.long_captions": True, f"{SECOND}.long_captions": True}),
-        ({**SIMPLETUNER, "model_type": "full", "text_encoder_lr": 1e-6}, {f"{FIRST}.train": True, f"{FIRST}.lr": 1e-6}),
-        (SIMPLETUNER, {"task.text_encoder_filters": [".self_attn"], f"{FIRST}.lr": None}),
-        (
-            {**ONETRAINER, "model_type": "STABLE_DIFFUSION_15", "layer_filter": "attentions, time"},
-            {"task.text_encoder_filters": ADAPTED, f"{FIRST}.lr": 1e-5, "task.module_filters": ["attentions", "time"]},
-        ),
-        (
-            {**ONETRAINER, "model_type": "STABLE_DIFFUSION_15", "training_method": "FINE_TUNE"},
-            {f"{FIRST}.train": True, f"{FIRST}.lr": 1e-5},
-        ),
-        (
-            {**ONETRAINER, "model_type": "STABLE_DIFFUSION_XL_10_BASE", "training_method": "FINE_TUNE"},
-            {f"{FIRST}.train": True, f"{FIRST}.lr": 1e-5, f"{SECOND}.train": True},
-        ),
-    ],
-)  # fmt: skip
+def onetrainer(kind: str, method: str, **parts: Any) -> dict[str, Any]:
+    """Return a file of OneTrainer's with parts of its own."""
+    mine = {key: value for key, value in ONETRAINER.items() if not key.startswith(("text_encoder", "unet", "prior"))}
+    return {**mine, "model_type": kind, "training_method": method, "learning_rate": 1e-4, **parts}
+
+
+IGNORED = 7e-6
+"""A rate that nothing trains by."""
+TRAINED = {"train": True, "learning_rate": IGNORED}
+CASES: list[tuple[Any, ...]] = [
+    ({**KOHYA, "train_text_encoder": True}, {f"{FIRST}.train": True, f"{FIRST}.lr": None}),
+    ({**KOHYA, "learning_rate_te": 5e-6}, {f"{FIRST}.train": True, f"{FIRST}.lr": 5e-6}),
+    ({**KOHYA, "learning_rate_te": 0}, {f"{FIRST}.train": False, f"{FIRST}.lr": None}),
+    ({**KOHYA, "train_text_encoder": False, "learning_rate_te": 5e-6}, {f"{FIRST}.train": False}),
+    (KOHYA, {f"{FIRST}.train": False}),
+    ({**KOHYA, "stop_text_encoder_training": 9}, {f"{FIRST}.train": True, f"{FIRST}.lr": None},
+     "The file stops the text encoder at a step, and here it trains to the end."),
+    ({**KOHYA, "stop_text_encoder_training": 0}, {f"{FIRST}.train": False}),
+    ({**KOHYA, "stop_text_encoder_training": -1, "learning_rate_te": 5e-6}, {f"{FIRST}.train": False}),
+    ({**XL, "learning_rate_te1": 5e-6}, {f"{FIRST}.train": False, f"{SECOND}.train": False}),
+    ({**LORA, "text_encoder_lr": []}, {"task.text_encoder_filters": ADAPTED, f"{FIRST}.lr": 1e-5}),
+    (
+        {**XL, "train_text_encoder": True, "learning_rate_te1": 1e-6, "learning_rate_te2": 0},
+        {f"{FIRST}.train": True, f"{FIRST}.lr": 1e-6, f"{SECOND}.train": False, f"{SECOND}.lr": None},
+    ),
+    (
+        {**XL, "train_text_encoder": True, "learning_rate_te2": 2e-6},
+        {f"{FIRST}.train": True, f"{FIRST}.lr": None, f"{SECOND}.train": True, f"{SECOND}.lr": 2e-6},
+    ),
+    (LORA, {"task.text_encoder_filters": ADAPTED, f"{FIRST}.lr": 1e-5, "task.module_filters": [".attentions."]}),
+    ({**LORA, "text_encoder_lr": 5e-5}, {"task.text_encoder_filters": ADAPTED, f"{FIRST}.lr": 5e-5}),
+    ({**LORA, "text_encoder_lr": 0}, {"task.text_encoder_filters": None, f"{FIRST}.lr": None}),
+    ({**LORA, "network_train_unet_only": True}, {"task.text_encoder_filters": None, f"{FIRST}.lr": None}),
+    (
+        {**LORA, **XL, "text_encoder_lr": [1e-6, 2e-6]},
+        {"task.text_encoder_filters": ADAPTED, f"{FIRST}.lr": 1e-6, f"{SECOND}.lr": 2e-6},
+    ),
+    ({**LORA, **XL, "cache_text_encoder_outputs": True}, {"task.text_encoder_filters": None}),
+    ({**KOHYA, "clip_skip": 2}, {f"{FIRST}.hidden_layer": -2}),
+    ({**XL, "clip_skip": 2}, {f"{FIRST}.hidden_layer": -2, f"{SECOND}.hidden_layer": -2}),
+    (
+        {**ONETRAINER, "model_type": "STABLE_DIFFUSION_XL_10_BASE", "text_encoder_2_layer_skip": 1},
+        {f"{FIRST}.hidden_layer": -2, f"{SECOND}.hidden_layer": -3},
+    ),
+    ({**SIMPLETUNER, "validation_negative_prompt": "ugly"}, {"sample.negative_prompt": "ugly"}),
+    ({**LORA, **XL, "max_token_length": 225}, {f"{FIRST}.long_captions": True, f"{SECOND}.long_captions": True}),
+    ({**SIMPLETUNER, "model_type": "full", "text_encoder_lr": 1e-6}, {f"{FIRST}.train": True, f"{FIRST}.lr": 1e-6}),
+    (SIMPLETUNER, {"task.text_encoder_filters": [".self_attn"], f"{FIRST}.lr": None}),
+    (
+        {**ONETRAINER, "model_type": "STABLE_DIFFUSION_15", "layer_filter": "attentions, time"},
+        {"task.text_encoder_filters": ADAPTED, f"{FIRST}.lr": 1e-5, "task.module_filters": ["attentions", "time"]},
+    ),
+    (
+        {**ONETRAINER, "model_type": "STABLE_DIFFUSION_15", "training_method": "FINE_TUNE"},
+        {f"{FIRST}.train": True, f"{FIRST}.lr": 1e-5},
+    ),
+    (
+        {**ONETRAINER, "model_type": "STABLE_DIFFUSION_XL_10_BASE", "training_method": "FINE_TUNE"},
+        {f"{FIRST}.train": True, f"{FIRST}.lr": 1e-5, f"{SECOND}.train": True},
+    ),
+    ({**LORA, **XL, "text_encoder_lr": [1e-6, 0]}, {"task.text_encoder_filters": None, f"{FIRST}.lr": None},
+     "text_encoder_lr: adapters go into both text towers, or none"),
+    ({**XL, "train_text_encoder": True, "learning_rate_te": IGNORED}, {}, "  learning_rate_te: no text tower trains"),
+    ({**KOHYA, "train_text_encoder": True, "text_encoder_lr": IGNORED}, {}, "  text_encoder_lr: no text tower trains"),
+    ({**LORA, "text_encoder_lr": 1e-6, "learning_rate_te": IGNORED}, {}, "  learning_rate_te: no text tower trains"),
+    (onetrainer("STABLE_DIFFUSION_15", "FINE_TUNE", unet={"learning_rate": 3e-4}),
+     {"optimizer.lr": 3e-4, f"{FIRST}.train": True, f"{FIRST}.lr": 1e-4}),
+    (onetrainer("STABLE_DIFFUSION_XL_10_BASE", "LORA", text_encoder={"train": False}, text_encoder_2=TRAINED), {},
+     "text_encoder_2.train, text_encoder_2.learning_rate: adapters go into both text towers, or none"),
+    (onetrainer("STABLE_DIFFUSION_15", "FINE_TUNE", text_encoder={"train": True}, text_encoder_2=TRAINED), {},
+     "  text_encoder_2.learning_rate, text_encoder_2.train: no text tower trains by it"),
+]  # fmt: skip
+"""A file, what its recipe has, and what the report says, if anything."""
+
+
+@pytest.mark.parametrize(("given", "expected", "said"), [(*case, "")[:3] for case in CASES])
 def test_a_file_of_stable_diffusion_trains_its_text_towers(
-    given: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+    given: dict[str, Any], expected: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     is_simpletuner = "model_family" in given
     system, places = (["system=simpletuner"], ("data.path=cats",)) if is_simpletuner else ([], ())
     check(imported(tmp_path, {"train.json": given}, *system, more=places), expected)
+    report = capsys.readouterr().out
+    assert said in report
+    assert str(IGNORED) not in report
 
 
 def test_what_a_trainer_does_by_itself_is_left_out_with_our_behaviour(tmp_path: Path) -> None:
     cfg = imported(tmp_path, {"train.json": LORA}, "behaviour=ours")
     assert cfg.task.text_encoder_filters is cfg.model.text_encoder.lr is None
-
-
-def test_adapters_in_one_of_two_towers_are_left_to_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cfg = imported(tmp_path, {"train.json": {**LORA, **XL, "text_encoder_lr": [1e-6, 0]}})
-    assert cfg.task.text_encoder_filters is cfg.model.text_encoder.lr is None
-    assert "text_encoder_lr: adapters go into both text towers, or none" in capsys.readouterr().out
-
-
-def test_a_tower_that_would_stop_trains_to_the_end_which_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    imported(tmp_path, {"train.json": {**KOHYA, "stop_text_encoder_training": 9}})
-    assert "The file stops the text encoder at a step, and here it trains to the end." in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("given", "key"),
-    [
-        ({**XL, "train_text_encoder": True}, "learning_rate_te"),
-        ({**KOHYA, "train_text_encoder": True}, "text_encoder_lr"),
-        ({**LORA, "text_encoder_lr": 1e-6}, "learning_rate_te"),
-    ],
-)
-def test_a_rate_that_its_trainer_does_not_look_at_is_not_said_to_be_taken_over(
-    given: dict[str, Any], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    imported(tmp_path, {"train.json": {**given, key: 7e-6}})
-    said = capsys.readouterr().out
-    assert f"  {key}: no text tower trains by it" in said
-    assert "7e-06" not in said
 
 
 @pytest.mark.parametrize("rate", ["fast", True])
@@ -137,18 +132,6 @@ def test_a_rate_that_is_none_is_refused_by_its_key(
     (tmp_path / "a.json").write_text(json.dumps({**LORA, "text_encoder_lr": rate}))
     assert launch(["recipe", "import", str(tmp_path / "a.json"), f"out={tmp_path}/experiment/a.yaml"]) == 2
     assert "text_encoder_lr: of another type than its trainer reads" in capsys.readouterr().err
-
-
-def onetrainer(kind: str, method: str, **parts: Any) -> dict[str, Any]:
-    """Return a file of OneTrainer's with parts of its own."""
-    mine = {key: value for key, value in ONETRAINER.items() if not key.startswith(("text_encoder", "unet", "prior"))}
-    return {**mine, "model_type": kind, "training_method": method, "learning_rate": 1e-4, **parts}
-
-
-def test_onetrainers_network_has_a_rate_of_its_own_and_the_towers_the_files(tmp_path: Path) -> None:
-    given = onetrainer("STABLE_DIFFUSION_15", "FINE_TUNE", unet={"learning_rate": 3e-4})
-    expected = {"optimizer.lr": 3e-4, f"{FIRST}.train": True, f"{FIRST}.lr": 1e-4}
-    check(imported(tmp_path, {"train.json": given}), expected)
 
 
 def test_a_stop_of_onetrainers_parts_is_said_to_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,41 +145,17 @@ def test_a_stop_of_onetrainers_parts_is_said_to_be_missing(tmp_path: Path, capsy
     assert "unet.stop_training_after" in said.partition("The same")[2].partition("Not needed")[0]
 
 
-def test_all_that_is_said_of_one_tower_of_two_is_said_to_be_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("frozen", "rate"), [(False, 5e-7), (True, 5e-7), (None, 5e-7), (False, None)])
+def test_everydream_trains_the_text_tower_unless_it_says_no(
+    frozen: bool | None, rate: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parts = {"text_encoder": {"train": False}, "text_encoder_2": {"train": True, "learning_rate": 7e-6}}
-    imported(tmp_path, {"train.json": onetrainer("STABLE_DIFFUSION_XL_10_BASE", "LORA", **parts)})
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "text_encoder_2." in line]
-    words = ("text_encoder_2.train", "text_encoder_2.learning_rate", "adapters go into both text towers, or none")
-    assert all(each in line for each in words)
-
-
-def test_a_second_tower_that_a_model_lacks_is_not_said_to_be_taken_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parts = {"text_encoder": {"train": True}, "text_encoder_2": {"train": True, "learning_rate": 7e-6}}
-    imported(tmp_path, {"train.json": onetrainer("STABLE_DIFFUSION_15", "FINE_TUNE", **parts)})
-    assert "  text_encoder_2.learning_rate, text_encoder_2.train: no text tower trains by it" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("frozen", "trains"), [(False, True), (True, False), (None, True)])
-def test_everydream_trains_the_text_tower_unless_it_says_no(frozen: bool | None, trains: bool, tmp_path: Path) -> None:
     given = {**EVERYDREAM, "disable_textenc_training": frozen, "resume_ckpt": "sd_v1-5_vae.ckpt"}
     given = {key: value for key, value in given.items() if value is not None and key != "enable_zero_terminal_snr"}
-    files = {"train.json": given, "optimizer.json": OPTIMIZER, "validation.json": VALIDATION}
-    cfg = imported(tmp_path, files)
-    assert (cfg.model.text_encoder.train, cfg.model.text_encoder.lr) == (trains, 5e-7 if trains else None)
-
-
-def test_a_rate_of_a_tower_that_is_left_open_is_no_frozen_tower(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = {key: value for key, value in EVERYDREAM.items() if key != "enable_zero_terminal_snr"}
-    own = {**OPTIMIZER, "text_encoder_overrides": {"lr": None}}
-    files = {"train.json": {**given, "resume_ckpt": "sd_v1-5_vae.ckpt"}, "optimizer.json": own}
-    assert imported(tmp_path, {**files, "validation.json": VALIDATION}).model.text_encoder.train
-    assert "optimizer.text_encoder_overrides.lr: nothing is set" in capsys.readouterr().out
+    own = {**OPTIMIZER, "text_encoder_overrides": {"lr": rate}}
+    cfg = imported(tmp_path, {"train.json": given, "optimizer.json": own, "validation.json": VALIDATION})
+    assert (cfg.model.text_encoder.train, cfg.model.text_encoder.lr) == (not frozen, None if frozen else rate)
+    is_open = "optimizer.text_encoder_overrides.lr: nothing is set" in capsys.readouterr().out
+    assert is_open is (rate is None)
 
 
 def test_mindones_trainable_embedders_are_towers_that_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
