@@ -15,15 +15,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, Budget
 from cascade_train.assembly.planning.fitting import TIERS_GB, changed, choose
 from cascade_train.assembly.planning.memory import memory_of, over_ranks
 from cascade_train.assembly.planning.rehearsal import ENCODERS
-from cascade_train.config.groups import conf_dir
-from cascade_train.config.launch import BASE, register_schema
+from cascade_train.config.launch import compose_root
 from cascade_train.config.preflight import preflight
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -79,9 +77,7 @@ SHORT = {
 
 def composed(overrides: Sequence[str]) -> DictConfig:
     """Return the checked configuration of a run of one rank."""
-    register_schema()
-    with initialize_config_dir(str(conf_dir()), **BASE):
-        return preflight(compose("config", [*overrides, "run.name=tier"]), ranks=1)
+    return preflight(compose_root([*overrides, "run.name=tier"], for_run=False), ranks=1)
 
 
 def needs(overrides: str) -> tuple[int, int, int]:

@@ -17,12 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import yaml
-from hydra.errors import (
-    HydraException,
-    InstantiationException,
-    MissingConfigException,
-    OverrideParseException,
-)
+from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 

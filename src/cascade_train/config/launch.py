@@ -42,6 +42,8 @@ BASE: dict[str, Any] = {} if HAS_WHITELIST else {"version_base": "1.3"}
 CALLBACKS: dict[str, Any] = {"execution_whitelist": "cascade_train.config.sweep.SweepResults"} if HAS_WHITELIST else {}
 """Arguments of `hydra.main` that let it make the callbacks of conf/config.yaml."""
 
+ConfigStore.instance().store(name="schema", node=Root)
+
 
 def compose_and_run(
     argv: Sequence[str],
@@ -56,7 +58,6 @@ def compose_and_run(
     2 invalid configuration, 75 stopped and saved, 130 interrupted (docs/stopping.md). `remedy` follows the message that
     it was interrupted. `check` checks in the place of preflight.
     """
-    register_schema()
     prepare_process()
     argv = with_implied_choices(with_paths_quoted(argv))
     raw = "HYDRA_FULL_ERROR" in os.environ
@@ -114,16 +115,8 @@ def prepare_process() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else C++ stack traces precede the message of a rank
 
 
-def register_schema() -> None:
-    """Make the typed root known to Hydra under the name `schema`."""
-    store = ConfigStore.instance()
-    if "schema.yaml" not in store.repo:
-        store.store(name="schema", node=Root)
-
-
 def compose_root(overrides: Sequence[str], *, for_run: bool = True) -> DictConfig:
     """Return the configuration that overrides describe, not checked; `for_run` lets `${hydra:…}` refer to it."""
-    register_schema()
     with hydra.initialize_config_dir(str(conf_dir()), **BASE):
         cfg = hydra.compose("config", [*overrides], return_hydra_config=for_run)
     if for_run:
