@@ -190,7 +190,10 @@ def shown(value: Any) -> str:
 def settle(recipe: Recipe) -> DictConfig:
     """Compose a recipe's choices, drop what they do not take or a file must not say, and note what is a default."""
     recipe.confine()
-    cfg = _choices(recipe)
+    try:
+        cfg = compose_root([f"{group}={option}" for group, option in recipe.groups.items()])
+    except HydraException as error:
+        raise ConfigError(f"the choices {recipe.groups} do not compose: {str(error).splitlines()[0]}.") from error
     _join_lists(recipe, cfg)
     open_nodes = recipe.asked | ({"objective"} if "model" in recipe.asked else set())
     recipe.defaults = {
@@ -233,14 +236,6 @@ def _refused(source: str, recipe: Recipe, key: str, why: str) -> ConfigError:
     return ConfigError(
         f"{source}: {origin} becomes {key} here, and its value is refused: {why.rstrip('.')}. Mend it there."
     )
-
-
-def _choices(recipe: Recipe) -> DictConfig:
-    """Compose the recipe's choices of groups."""
-    try:
-        return compose_root([f"{group}={option}" for group, option in recipe.groups.items()])
-    except HydraException as error:
-        raise ConfigError(f"the choices {recipe.groups} do not compose: {str(error).splitlines()[0]}.") from error
 
 
 def _join_lists(recipe: Recipe, cfg: DictConfig) -> None:
