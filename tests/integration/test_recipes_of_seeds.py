@@ -119,8 +119,7 @@ def test_everydreams_checkpoints_come_with_each_epoch_and_its_captions_from_name
 
 
 def test_mindones_recipe_trains_on_the_cache_of_the_other(root: Path, tmp_path: Path) -> None:
-    center = ["model.size_conditions=target", "data.crop=center"]
-    pictures = ["experiment=sdxl_finetune", *center, *places("sdxl_finetune", root)]
+    pictures = ["experiment=sdxl_finetune", "data.crop=center", *places("sdxl_finetune", root)]
     twin = reduced("sdxl_cached")
     assert launch(["cache", *pictures, *typed(twin), f"out={tmp_path / 'cache'}"]) == 0
     there, run = f"data.path={tmp_path / 'cache'}", tmp_path / "run"

@@ -139,8 +139,11 @@ def test_a_tower_gets_and_loses_a_learning_rate_of_its_own_in_a_resume(optimizer
     assert len(set(rows.values())) == 1
 
 
-def test_a_cache_of_sdxl_holds_all_shapes_and_no_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = (*untrained("sdxl_tiny"), "task=finetune", "model.size_conditions=target")
+@pytest.mark.parametrize("conditions", ["original", "target"])
+def test_a_cache_of_sdxl_holds_all_shapes_and_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], conditions: str
+) -> None:
+    model = (*untrained("sdxl_tiny"), "task=finetune", f"model.size_conditions={conditions}")
     shapes = ("data.aspect_ratios=wide", "data.buckets.multiple_px=8", "data.samples=24")
     cache = tmp_path / "cache"
     assert launch(["cache", *model, *shapes, "sample.negative_prompt=dull", f"out={cache}"]) == 0
@@ -153,5 +156,8 @@ def test_a_cache_of_sdxl_holds_all_shapes_and_no_sizes(tmp_path: Path, capsys: p
     ]
     assert (cached / "samples" / "step_2" / "00_sample.png").is_file()
     given = [*SHORT[:-1], "data=cached", f"data.path={cache}", f"run.dir={tmp_path / 'refused'}"]
-    assert launch([*untrained("sdxl_tiny"), "task=finetune", *given]) == 2
-    assert "nothing of stable_diffusion_xl can be read from a cache: its network sees" in capsys.readouterr().err
+    other = {"original": "target", "target": "original"}[conditions]
+    code = launch([*model[:-1], f"model.size_conditions={other}", *given, "sample.negative_prompt=dull"])
+    assert code == (0 if other == "target" else 2)
+    refused = "lacks time_ids, sizes and crops of pictures that model.size_conditions=original uses: make a cache with"
+    assert (refused in capsys.readouterr().err) == (other == "original")

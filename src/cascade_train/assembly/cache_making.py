@@ -173,7 +173,7 @@ class Encoder:
         products = self.stage.make_image_products(image_BCHW)
         if self.maker is not None:
             products |= self.maker(image_BCHW, batch.to(self.device).tensors)
-        tensors = {name: self._kept(tensor) for name, tensor in products.items()}
+        tensors = {name: self._kept(tensor) for name, tensor in products.items()} | self.stage.picture_facts(batch)
         kept = [{name: tensor[i] for name, tensor in tensors.items()} for i in range(len(batch))]
         if "mask" in batch.tensors:
             mask_B1hw = latent_mask(batch.tensors["mask"], self.stage.latent_shape(*image_BCHW.shape[-2:]))
@@ -203,6 +203,7 @@ def describe(cfg: Mapping[str, Any], encoder: Encoder, data: Rows, index: Index,
     extra = {} if transform is None else transform(black, torch.Generator().manual_seed(0))
     tensors = {name: torch.from_numpy(array)[None] for name, array in extra.items()}
     one: dict[str, Any] = {"captions": ("",), "keys": ("",), "epoch_B": zero_1, "index_B": zero_1, "seed": 0}
+    one |= {"original_size_B2": torch.tensor([[size, size]]), "crop_B4": torch.tensor([[0, 0, size, size]])}
     batch = Batch(image_BCHW=torch.from_numpy(black)[None], tensors=tensors, **one)
     captions = encoder.captions([""]).get("", {})
     identity = encoder_identity(cfg, stage, [*stage.image_products, *captions]) | data_identity(cfg)

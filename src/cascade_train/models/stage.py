@@ -181,6 +181,7 @@ class Stage(abc.ABC):
         image_products: products of an image without a random choice; name -> the part that makes it, below `model.`.
         caption_products: the same of a caption.
         why_not_cached: why there are no `image_products`, for messages.
+        picture_fact_names: names of the `picture_facts`, which a cache must hold too.
         encodes_nothing: parts that no product needs.
         trains_text: whether its text towers' own weights may train.
         decoded_by: the part that decodes latents; None = the network.
@@ -207,6 +208,7 @@ class Stage(abc.ABC):
     image_products: Mapping[str, str] = MappingProxyType({})
     caption_products: Mapping[str, str] = MappingProxyType({})
     why_not_cached: str = "it makes nothing of a picture alone"
+    picture_fact_names: frozenset[str] = frozenset()
     encodes_nothing: ClassVar[frozenset[str]] = frozenset({"network"})
     trains_text: ClassVar[bool] = False
     decoded_by: ClassVar[str | None] = None
@@ -266,6 +268,10 @@ class Stage(abc.ABC):
 
     def make_image_products(self, image_BCHW: Tensor) -> dict[str, Tensor]:
         """Return `image_products` of images (B, 3, H, W) float in [0, 1], without gradient."""
+        return {}
+
+    def picture_facts(self, batch: Batch) -> dict[str, Tensor]:
+        """Return what `draw` takes of a batch's pictures beside them, (B, ...) on the host, for a cache to hold."""
         return {}
 
     def make_caption_products(self, captions: Sequence[str]) -> dict[str, Tensor]:

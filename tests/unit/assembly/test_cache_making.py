@@ -26,7 +26,8 @@ def test_a_stage_of_which_nothing_can_be_held_says_why():
 
 
 def test_a_mask_is_held_at_the_latents_size_where_not_everything_counts():
-    stage = SimpleNamespace(make_image_products=lambda image: {}, latent_shape=lambda height, width: (16, 3, 3))
+    nothing = {name: lambda _: {} for name in ("make_image_products", "picture_facts")}
+    stage = SimpleNamespace(latent_shape=lambda height, width: (16, 3, 3), **nothing)
     mask = torch.full((2, 1, 96, 96), 255, dtype=torch.uint8)
     mask[1, :, :16] = 0
     form = {"has_captions": False, "dtype": "bf16", "batch_size": 1}

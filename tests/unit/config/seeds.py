@@ -33,7 +33,7 @@ PLACES = ("run.name", "run.dir", "tracker", "model.weights", "model.vae.weights"
 TOKENIZER = ("model.text_encoder.subfolder", "model.text_encoder.tokenizer", "model.text_encoder.tokenizer_subfolder")
 OURS = {
     None: (*PLACES, *TOKENIZER, "attention", "data.urls", "data.path", "data.idx_to_prompt", "defaults.tracker"),
-    "sdxl_cached": ("defaults.data", "data.crop", "data.image_column", "data.caption_column", "model.size_conditions"),
+    "sdxl_cached": ("defaults.data", "data.crop", "data.image_column", "data.caption_column"),
 }
 """Keys that a recipe leaves to its user or has otherwise: places, xformers (here sdpa), and what a cache holds."""
 

@@ -174,8 +174,8 @@ class StableDiffusionXL(StableDiffusion):
 
     Args:
         size_conditions: what training says of each picture. original = its size, and where it was cropped, in pixels of
-            the enlarged or shrunken picture (section 2.2); target = that it is as large as its part, and whole, which a
-            cache can hold. Samples are always made as of the latter.
+            the enlarged or shrunken picture (section 2.2); target = that it is as large as its part, and whole. Samples
+            are always made as of the latter.
         text_encoder_2: second text tower, with a projection for the pooled text.
     """
 
@@ -190,12 +190,7 @@ class StableDiffusionXL(StableDiffusion):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.caption_products = {"text": "text_encoder", "text_2": "text_encoder_2", "pooled": "text_encoder_2"}
-        if self.size_conditions == "original":
-            self.image_products = {}
-            self.why_not_cached = (
-                "its network sees the size and the crop of each original picture, which a cache does not keep; "
-                "model.size_conditions=target leaves them out"
-            )
+        self.picture_fact_names = frozenset({"time_ids"} if self.size_conditions == "original" else ())
 
     def _check(self) -> None:
         super()._check()
@@ -235,9 +230,15 @@ class StableDiffusionXL(StableDiffusion):
 
     def draw(self, batch: Batch) -> Drawn:
         """Draw as `StableDiffusion.draw`, and look up the sizes of the batch's pictures."""
-        drawn = super().draw(batch)
-        known = batch.image_BCHW is not None and batch.original_size_B2 is not None and batch.crop_B4 is not None
-        return {**drawn, "time_ids": size_ids(batch)} if self.size_conditions == "original" and known else drawn
+        return {**super().draw(batch), **self.picture_facts(batch)}
+
+    def picture_facts(self, batch: Batch) -> dict[str, Tensor]:
+        """Return `time_ids`, see `size_ids`, of pictures with known sizes or from a cache."""
+        if not self.picture_fact_names:
+            return {}
+        if batch.image_BCHW is None:
+            return {"time_ids": batch.tensors["time_ids"]}
+        return {} if batch.original_size_B2 is None or batch.crop_B4 is None else {"time_ids": size_ids(batch)}
 
     def conditions(
         self,
