@@ -144,7 +144,7 @@ def test_a_cache_of_sdxl_holds_all_shapes_and_sizes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], conditions: str
 ) -> None:
     model = (*untrained("sdxl_tiny"), "task=finetune", f"model.size_conditions={conditions}")
-    shapes = ("data.aspect_ratios=wide", "data.buckets.multiple_px=8", "data.samples=24")
+    shapes = ("data.aspect_ratios=[2/1,3/2]", "data.buckets.multiple_px=8", "data.samples=24")
     cache = tmp_path / "cache"
     assert launch(["cache", *model, *shapes, "sample.negative_prompt=dull", f"out={cache}"]) == 0
     common = (*SHORT[:-1], "sample.steps=2", "sample.count=2", "sample.negative_prompt=dull", "sample.prompts=null")
@@ -155,9 +155,17 @@ def test_a_cache_of_sdxl_holds_all_shapes_and_sizes(
         pytest.approx(row, rel=1e-5) for row in rows
     ]
     assert (cached / "samples" / "step_2" / "00_sample.png").is_file()
-    given = [*SHORT[:-1], "data=cached", f"data.path={cache}", f"run.dir={tmp_path / 'refused'}"]
+    given = [
+        *SHORT[:-1],
+        "data=cached",
+        f"data.path={cache}",
+        f"run.dir={tmp_path / 'refused'}",
+        "sample.every_steps=null",
+    ]
     other = {"original": "target", "target": "original"}[conditions]
     code = launch([*model[:-1], f"model.size_conditions={other}", *given, "sample.negative_prompt=dull"])
     assert code == (0 if other == "target" else 2)
     refused = "lacks time_ids, sizes and crops of pictures that model.size_conditions=original uses: make a cache with"
     assert (refused in capsys.readouterr().err) == (other == "original")
+    if other == "target":  # the squares are cropped, which it does not say
+        assert read_metrics(tmp_path / "refused")[0]["loss"] != pytest.approx(rows[0][0], rel=1e-4)
