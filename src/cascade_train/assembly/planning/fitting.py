@@ -20,7 +20,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from cascade_train.assembly.components import build_parts
 from cascade_train.assembly.planning.devices import CONTEXT_BYTES, Budget, as_gb, free_host_bytes
 from cascade_train.assembly.planning.memory import Memory, memory_of, over_ranks
-from cascade_train.assembly.planning.rehearsal import COPIES, OPTIMIZER, UPDATE, WEIGHTS, Rehearsed, unloaded
+from cascade_train.assembly.planning.rehearsal import Rehearsed, unloaded
 from cascade_train.config.groups import typed_keys
 from cascade_train.config.saved import CONFIG_NAME
 from cascade_train.config.schema import AUTO
@@ -43,9 +43,6 @@ BOUND = ("optimizer.algorithm", "train.master_weights", "train.base_weights")
 
 CHOSEN = ("ema.device", "activation_checkpointing", "parallel.cpu_offload", *BOUND)
 """Keys that a choice sets, beside the micro-batch size."""
-
-REDUCED = {"train.base_weights": {WEIGHTS, COPIES}, "optimizer.algorithm": {OPTIMIZER, UPDATE}}
-"""Labels that a saving reduces: without a fit even without them, it is not rehearsed."""
 
 Values = dict[str, Any]
 """Values of the configuration, by key."""
@@ -75,16 +72,6 @@ class Choice:
     whole: Memory
     layout: Memory
     steps: Rehearsed
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of a rank in host memory."""
-        return self.layout.host_bytes()
-
-    def least_bytes(self, saving: Values) -> int:
-        """Return bytes of the peak of one sample without the labels of `REDUCED`."""
-        reduced = {label for key in saving for label in REDUCED[key]}
-        return dataclasses.replace(self.layout, on_host=self.layout.on_host | reduced).total(1)
 
 
 def fit(cfg: DictConfig, world: World) -> None:
@@ -163,7 +150,7 @@ def choose(cfg: DictConfig, budget: Budget) -> Choice:
     tried: list[Choice] = []
     for saving in [{}, *_free(exact_savings(cfg, budget), cfg, budget)]:
         choice = _computed(cfg, {**values, **saving}, budget, sizes)
-        if saving and choice.host_bytes > budget.host_bytes:
+        if saving and choice.layout.host_bytes() > budget.host_bytes:
             continue
         values = choice.values
         tried.append(choice)
@@ -171,17 +158,15 @@ def choose(cfg: DictConfig, budget: Budget) -> Choice:
             return choice
     if fitting := [choice for choice in tried if choice.fits]:
         return fitting[0]
-    rounded, savings = dict(values), _free(rounding_savings(cfg), cfg, budget)
-    limit = budget.usable_bytes(cfg.memory.budget_gb)
-    for saving in savings:
+    rounded = dict(values)
+    for saving in _free(rounding_savings(cfg), cfg, budget):
         rounded |= saving
-        if saving is savings[-1] or tried[-1].least_bytes(saving) <= limit:
-            tried.append(_computed(cfg, rounded, budget, sizes))
-            if tried[-1].fits:
-                return tried[-1]
+        tried.append(_computed(cfg, rounded, budget, sizes))
+        if tried[-1].fits:
+            return tried[-1]
     for saving in _free(offloading(cfg, budget), cfg, budget):
         choice = _computed(cfg, {**values, **saving}, budget, sizes)
-        tried += [choice] if choice.host_bytes <= budget.host_bytes else []
+        tried += [choice] if choice.layout.host_bytes() <= budget.host_bytes else []
     return min(tried, key=lambda choice: choice.bytes)
 
 
@@ -292,7 +277,8 @@ def nothing_fits(cfg: DictConfig, least: Choice, budget: Budget) -> str:
     usable, limit = budget.usable_bytes(asked), budget.host_bytes
     tier = next((gb for gb in TIERS_GB if least.bytes <= budget.usable_bytes(float(gb))), None)
     nearest = "no tier takes that" if tier is None else f"the nearest tier that takes it is memory={tier}gb"
-    host = f", beside {as_gb(least.host_bytes)} of {as_gb(limit)} GB of its host" if least.host_bytes > limit else ""
+    beside = least.layout.host_bytes()
+    host = f", beside {as_gb(beside)} of {as_gb(limit)} GB of its host" if beside > limit else ""
     return (
         f"{key}: nothing fits. What needs least is taken, train.micro_batch_size={least.micro_batch_size} with "
         f"{names_of(least.values)}: {as_gb(least.bytes)} GB by its computed peak, where a run may fill "

@@ -88,8 +88,10 @@ class Memory:
 
         With `accumulated` micro-batches, the next one is prepared meanwhile, and gradients of one wait for it.
         """
-        fixed = self._waiting() if accumulated > 1 else self.fixed
-        waiting = micro_batch_size if accumulated > 1 else 0  # samples of the next micro-batch
+        fixed, waiting = self.fixed, 0
+        if accumulated > 1:
+            fixed = {**fixed, GRADIENTS: np.full_like(fixed[GRADIENTS], fixed[GRADIENTS].max())}
+            waiting = micro_batch_size  # samples of the next one
         device = [name for name in fixed if name not in self.on_host]
         curves = {name: fixed[name] + micro_batch_size * self.each[name] for name in device}
         curves[BATCH] = curves[BATCH] + waiting * self.each[BATCH].max()
@@ -119,10 +121,6 @@ class Memory:
             if fits > first:
                 return sizes[fits - 1]
         return None
-
-    def _waiting(self) -> dict[str, np.ndarray]:
-        whole = np.full_like(self.fixed[GRADIENTS], self.fixed[GRADIENTS].max())
-        return {**self.fixed, GRADIENTS: whole}
 
 
 def over_ranks(cfg: DictConfig, memory: Memory, ranks: int, *, machine_ranks: int, device_gb: float) -> Memory:

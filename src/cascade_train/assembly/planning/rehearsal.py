@@ -169,13 +169,15 @@ class _RecordedRun:
 
     def _move_attributes(self, owner: Any, seen: set[int]) -> None:
         """Move modules and tensors in the attributes of an object of this library, and of those below it."""
+        if id(owner) in seen:
+            return
         seen.add(id(owner))
         for name, value in list(vars(owner).items()):
             if isinstance(value, nn.Module):
                 self._move_module(value)
             elif isinstance(value, Tensor | dict):
                 vars(owner)[name] = tree_map_only(Tensor, self._moved, value)
-            elif _is_ours(value) and id(value) not in seen:
+            elif type(value).__module__.startswith("cascade_train.") and hasattr(value, "__dict__"):
                 self._move_attributes(value, seen)
 
     def warm_up(self, prepared: Any) -> None:
@@ -271,10 +273,6 @@ def on_meta(value: Any) -> Any:
         if field.name not in ON_HOST
     }
     return dataclasses.replace(value, **moved)
-
-
-def _is_ours(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] == "cascade_train" and hasattr(value, "__dict__")
 
 
 def unloaded(cfg: DictConfig) -> DictConfig:

@@ -132,10 +132,7 @@ def _sizes(part: Rows) -> list[tuple[int, int, int]]:
 
 def _lengths(cfg: DictConfig, part: Rows) -> dict[str, Any]:
     """Return how many of some captions, evenly spread, have more tokens than the text encoder takes."""
-    from cascade_train.models.text_encoder import (
-        LONG_PIECES,  # heavy: transformers
-        token_counter,
-    )
+    from cascade_train.models.text_encoder import LONG_PIECES, token_counter  # heavy: transformers
 
     encoder = cfg.model.get("text_encoder")
     if encoder is None:
