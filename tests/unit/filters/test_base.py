@@ -38,6 +38,11 @@ class Transposed(Brightness):
         return image.transpose(1, 2, 0)
 
 
+class Silent(Brightness):
+    def apply(self, image: np.ndarray, generator: torch.Generator) -> Any:
+        return None
+
+
 class OnDeviceAlone(ControlFilter):
     channels = 3
 
@@ -65,9 +70,10 @@ def test_a_map_of_floats_arrives_as_it_is() -> None:
     assert torch.equal(float_map(images(1), made), made["control_map"])
 
 
-def test_a_map_of_another_form_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"Transposed made a map of shape \(5, 7, 3\) and uint8; it must be \(1, h"):
-        transform_images(Transposed(gain=1.0).sample_transform(), images(), generators())
+@pytest.mark.parametrize(("kind", "found"), [(Transposed, r"\(5, 7, 3\) and uint8"), (Silent, r"\(\) and object")])
+def test_a_map_of_another_form_is_refused_by_name(kind: type[Brightness], found: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{kind.__name__} made a map of shape {found}; it must be \(1, h"):
+        transform_images(kind(gain=1.0).sample_transform(), images(), generators())
 
 
 @pytest.mark.parametrize(
@@ -88,15 +94,6 @@ def test_maps_of_the_device_of_another_form_are_refused_by_name(made: Callable[[
 def test_maps_of_the_device_pass_as_they_are() -> None:
     make = map_maker(OnDeviceAlone(), device=torch.device("cpu"), encode=torch.neg)
     assert torch.equal(make(images() / 255, {}), -(images() / 255))
-
-
-def test_a_filter_that_returns_nothing_is_refused_by_name() -> None:
-    class Silent(Brightness):
-        def apply(self, image: np.ndarray, generator: torch.Generator) -> Any:
-            return None
-
-    with pytest.raises(ConfigError, match=r"Silent made a map of shape \(\) and object"):
-        transform_images(Silent(gain=1.0).sample_transform(), images(), generators())
 
 
 def test_a_filter_without_the_workers_half_makes_nothing_there() -> None:

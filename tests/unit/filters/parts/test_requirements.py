@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from cascade_train.errors import ConfigError
@@ -34,13 +33,6 @@ def test_weights_are_read_in_the_forms_that_people_publish(tmp_path: Path, wrap)
     loaded = nn.Linear(2, 3)
     load_weights(loaded, stored(tmp_path / "e.pth", wrap(state)), KNOWN, device=CPU)
     assert torch.equal(loaded.weight, state["weight"])
-
-
-def test_safetensors_are_read(tmp_path: Path) -> None:
-    save_file(network().state_dict(), tmp_path / "e.safetensors")
-    loaded = nn.Linear(2, 3)
-    load_weights(loaded, str(tmp_path / "e.safetensors"), KNOWN, device=CPU)
-    assert torch.equal(loaded.bias, network().bias)
 
 
 def test_a_file_that_is_not_there_is_described(tmp_path: Path) -> None:
