@@ -62,8 +62,9 @@ def write_card(out: Path, names: Sequence[str], *, source: str, run: Path | None
     parts += ["".join(f"- {uses.get(name, f'`{name}` is for cascade_train.')}\n" for name in names)]
     if plain:
         metrics = {} if run is None else _metrics(run, step)
-        shown = {key: plain[key] for key in SHOWN if key in plain}
-        parts += ["## Training\n", _training(plain, metrics), _details(shown)]
+        shown = to_yaml({key: plain[key] for key in SHOWN if key in plain})
+        details = f"<details><summary>Configuration</summary>\n\n```yaml\n{shown}```\n\n</details>\n"
+        parts += ["## Training\n", _training(plain, metrics), details]
     write_durably(out / CARD, "\n".join(parts))
 
 
@@ -127,8 +128,3 @@ def _without_places(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     return Path(value).name if Path(value).is_absolute() else _FOLDERS.sub("", value)
-
-
-def _details(plain: Mapping[str, Any]) -> str:
-    text = to_yaml(dict(plain))
-    return f"<details><summary>Configuration</summary>\n\n```yaml\n{text}```\n\n</details>\n"

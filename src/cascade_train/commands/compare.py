@@ -17,7 +17,8 @@ from cascade_train.commands.parts.command_line import Command
 from cascade_train.config.saved import CONFIG_NAME
 from cascade_train.engine.checkpoint.folder import CheckpointFolder, Manifest, find_fault, read_manifest
 from cascade_train.engine.run.config_difference import describe, find_differences, flatten
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.errors import RunError
+from cascade_train.files.run_folder import run_named
 from cascade_train.files.untrusted import load_mapping, read_mapping, read_rows
 
 OWN = ("run.name", "run.dir")
@@ -46,7 +47,7 @@ class CompareArgs:
 
 def compare(args: CompareArgs) -> int:
     """Print each part; return 1 where numbers, data or checkpoints differ, else 0."""
-    one, other = (_run(key, folder) for key, folder in (("from", args.source), ("other", args.other)))
+    one, other = (run_named(key, name) for key, name in (("from", args.source), ("other", args.other)))
     settings = find_differences(*(load_mapping(folder / CONFIG_NAME) for folder in (one, other)))
     settings = [each for each in settings if each.key not in OWN]
     _show("Settings", describe(settings))
@@ -143,13 +144,6 @@ def _difference(one: Any, other: Any) -> str | None:
     apart = float((one.double() - other.double()).norm())
     relative = f", {apart / norm:.1e} of its norm" if norm > 0 and math.isfinite(apart) else ""
     return f"{int(off.sum()):,} of {one.numel():,} values{relative}"
-
-
-def _run(key: str, folder: str) -> Path:
-    path = Path(folder)
-    if not (path / CONFIG_NAME).is_file():
-        raise ConfigError(f"{key}={folder}: is no run; it has no {CONFIG_NAME}. Name the folder of a run.")
-    return path
 
 
 def _split(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cascade_train.commands.parts.command_line import Command, listed
-from cascade_train.commands.parts.models import PaintingArgs, find_stages, make_folder
+from cascade_train.commands.parts.models import PaintingArgs, find_stages
 from cascade_train.config.schema import limit
 from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
+from cascade_train.files.run_folder import make_folder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -105,7 +106,7 @@ def painted(args: GenerateArgs, out: str | None) -> list[Image]:
     sizes = fit_sizes(model, decoder, height=args.height, width=args.width, compression=args.compression)
     orders = make_orders(args, sizes.painted, model.cfg.model.image_size)
     with process_group() as world:
-        folder = None if out is None else make_folder(out)
+        folder = None if out is None else make_folder(Path(out))
         if decoder is None:
             images = paint(model, orders, sizes=sizes, seed=args.seed, world=world)
         else:

@@ -19,6 +19,7 @@ from cascade_train.config.sweeps.runs import LOSS, Result, ended_runs, key_of, m
 from cascade_train.engine.run import report as pages
 from cascade_train.engine.run.report import is_number, newest_grid, read_metrics
 from cascade_train.errors import ConfigError, RunError, unwritten
+from cascade_train.files.run_folder import run_named
 from cascade_train.files.untrusted import read_mapping
 from cascade_train.redaction import redact_argument
 
@@ -50,15 +51,13 @@ class ReportArgs:
 
 def report(args: ReportArgs) -> int:
     """Write the page, export what is promoted, print where both are, and return 0."""
-    folder, against = Path(args.source), [Path(each) for each in listed(args.against)]
+    folder = Path(args.source)
     results = [] if (folder / CONFIG_NAME).is_file() else sweep_results(folder)
     if results and args.against is not None:
         raise ConfigError(f"against={args.against}: is for the page of a run. That of a sweep has all its runs.")
     best = None if args.promote is None else best_run(args, results)
     path = folder / pages.PAGE_NAME if args.out is None else Path(args.out)
-    for other in against:
-        if not (other / CONFIG_NAME).is_file():
-            raise ConfigError(f"against={other}: is no run; it has no {CONFIG_NAME}. Name the folders of runs.")
+    against = [run_named("against", each) for each in listed(args.against)]
     if results:
         data = sweep_data(folder, results)
     else:
@@ -145,7 +144,11 @@ def sweep_data(folder: Path, results: Sequence[Result]) -> pages.Data:
         "sweep": {"metric": name, "mode": mode, **sweep_table(results, name)},
         "config": pages.read_config(Path(results[0]["run_dir"])),
     }
-    curves = [{"name": run, "series": curves_of(path)} for run, path in runs.items()]
+    curves = []
+    for run, path in runs.items():
+        every = pages.series(read_metrics(path), pages.MOST_POINTS_OF_ANOTHER)
+        shown = {name: each for name, each in every.items() if name.startswith(SHOWN) and LEVEL not in name}
+        curves.append({"name": run, "series": shown})
     return {**pages.hide_secrets(text), "runs": curves, "samples": pages.samples(grids)}
 
 
@@ -175,12 +178,6 @@ def setting(override: str) -> tuple[str, float | str]:
     except ValueError:
         return key_of(override), value
     return key_of(override), number if isfinite(number) else value
-
-
-def curves_of(run: Path) -> pages.Data:
-    """Return the curves of one of a sweep's runs."""
-    curves = pages.series(read_metrics(run), pages.MOST_POINTS_OF_ANOTHER)
-    return {name: each for name, each in curves.items() if name.startswith(SHOWN) and LEVEL not in name}
 
 
 COMMAND = Command(arguments=ReportArgs, run=report, usage="RUN key=value …", words=("from",))

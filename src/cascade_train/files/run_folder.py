@@ -1,10 +1,11 @@
-"""Which folder is a run's, and when a young run saves its first checkpoint."""
+"""Which folder is a run's, when a young run saves its first checkpoint, and folders for what a run makes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import read_mapping, read_rows
 
 EXPORT, EXPORTED = "export", "exported.json"
@@ -21,6 +22,22 @@ def is_run(folder: Path) -> bool:
     """Return whether a folder is a run's, however young, and no export."""
     begun = (folder / "config.yaml").is_file() and any((folder / name).exists() for name in BESIDE)
     return begun or (folder / "metrics.jsonl").is_file()
+
+
+def run_named(key: str, name: str) -> Path:
+    """Return the folder of a run that an argument names; a ConfigError where it is none."""
+    if not (Path(name) / "config.yaml").is_file():
+        raise ConfigError(f"{key}={name}: is no run; it has no config.yaml. Name the folder of a run.")
+    return Path(name)
+
+
+def make_folder(out: Path) -> Path:
+    """Return a folder, made if it is missing; a ConfigError where it cannot be made."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={out} cannot be a folder: {error.strerror}. Choose another.") from error
+    return out
 
 
 def no_checkpoint_yet(run: Path) -> str | None:

@@ -256,13 +256,6 @@ def test_what_cannot_be_imported_is_refused_and_nothing_is_written(
     assert not folder.exists()
 
 
-def test_the_files_path_may_hold_an_equals_sign(tmp_path: Path) -> None:
-    file = tmp_path / "lr=1e-4" / "old.yaml"
-    file.parent.mkdir()
-    file.write_text(yaml.safe_dump(official("finetune_c_3b")))
-    assert launch(["recipe", "import", str(file), f"out={tmp_path}/experiment/mine.yaml"]) == 0
-
-
 def test_a_file_is_replaced_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made(tmp_path, official("finetune_c_3b"))
     assert run(tmp_path, official("finetune_c_3b"))[0] == 2
@@ -270,9 +263,7 @@ def test_a_file_is_replaced_only_on_request(tmp_path: Path, capsys: pytest.Captu
     made(tmp_path, official("finetune_c_3b"), "overwrite=true")
 
 
-def test_the_command_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch(["recipe", "export", "a.yaml"]) == 2
-    assert "recipe export is unknown. Did you mean import?" in capsys.readouterr().err
+def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(["recipe", "import", "nowhere.yaml", "out=experiment/a.yaml"]) == 2
     assert "nowhere.yaml is no regular file that can be read here (No such file" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -163,15 +163,11 @@ def parse(schema: type[S], argv: Sequence[str]) -> S:
         if not equals or key.startswith("-"):
             raise ConfigError(f"{argument!r} is not an argument. Write key=value; --help lists the keys.")
         pairs.append((key, value))
-    return _filled(schema, pairs, read=_value)
+    return filled(schema, pairs, _value)
 
 
-def filled(schema: type[S], values: Mapping[str, Any]) -> S:
-    """Return an instance of a dataclass filled from values by key; otherwise as `parse`."""
-    return _filled(schema, values.items(), read=lambda given: given)
-
-
-def _filled(schema: type[S], values: Iterable[tuple[str, Any]], *, read: Callable[[Any], Any]) -> S:
+def filled(schema: type[S], values: Iterable[tuple[str, Any]], read: Callable[[Any], Any] = lambda each: each) -> S:
+    """Return an instance of a dataclass filled from values by key, as `read` returns them; otherwise as `parse`."""
     cfg = OmegaConf.structured(schema)
     for key, value in values:
         _set(cfg, key, value, read)
@@ -179,9 +175,7 @@ def _filled(schema: type[S], values: Iterable[tuple[str, Any]], *, read: Callabl
     if missing:
         meaning = attribute_docs(schema).get(missing[0].partition(".")[0], "").rstrip(".")
         raise ConfigError(f"{_typed(missing[0])} is not set: {meaning}. Set it: {_typed(missing[0])}=<value>.")
-    filled = OmegaConf.to_object(cfg)
-    assert isinstance(filled, schema)
-    return filled
+    return cast(S, OmegaConf.to_object(cfg))
 
 
 def listed(given: Any) -> list[str]:

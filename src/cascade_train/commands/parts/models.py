@@ -118,16 +118,6 @@ def set_decoding(cfg: DictConfig, args: PaintingArgs) -> None:
     cfg.sample.guidance_scale = guidance_scale(cfg) if given is None else given
 
 
-def make_folder(name: str) -> Path:
-    """Return the folder `name`, made if it is missing; a ConfigError where it cannot be made."""
-    folder = Path(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out={name} cannot be a folder: {error.strerror}. Choose another.") from error
-    return folder
-
-
 @dataclass(kw_only=True)
 class WeightsArgs:
     """Which network weights or adapters belong to, and the number format that is written."""

@@ -199,7 +199,7 @@ def generate(source: str | Path | Run, prompts: str | Sequence[str] = (), **opti
 
     out = options.pop("out", None)
     with settings_kept(), _explained():
-        args = filled(GenerateArgs, _arguments(source, prompts, options))
+        args = filled(GenerateArgs, _arguments(source, prompts, options).items())
         return painted(args, None if out is None else str(out))
 
 
@@ -215,7 +215,7 @@ def evaluate(source: str | Path | Run, prompts: str | Sequence[str] = (), **opti
     from cascade_train.commands.evaluate import EvaluateArgs, judged
 
     with settings_kept(), _explained(), redirect_stdout(io.StringIO()):
-        found = judged(filled(EvaluateArgs, _arguments(source, prompts, options)))
+        found = judged(filled(EvaluateArgs, _arguments(source, prompts, options).items()))
     assert found is not None, "a watch has no source"
     return found
 

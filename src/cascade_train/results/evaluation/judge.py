@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from cascade_train.distributed.process_group import World
 from cascade_train.engine.run.lock import RunLock
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
+from cascade_train.files.run_folder import make_folder
 from cascade_train.files.untrusted import load_mapping
 from cascade_train.models.formats.weights_source import local_path
 from cascade_train.results.evaluation.measures import (
@@ -101,7 +102,6 @@ class Judge:
 
     def __init__(self, settings: Settings, world: World) -> None:
         self.settings, self._world = settings, world
-        self._networks: Networks | None = None
         self._originals: Originals | None = None
         self._real: dict[int, Tensor] = {}
 
@@ -130,7 +130,7 @@ class Judge:
         if not purpose.follows:
             given = {key: getattr(settings, key) for key in ("height", "width", "compression")}
             sizes = fit_sizes(model, decoder, **given)
-        networks, real = self._load_networks(), self._real_pictures(model, purpose)
+        networks, real = self._networks, self._real_pictures(model, purpose)
         work = self._work(purpose, real)
         self._check_enough(work, real)
         plain = plain_settings(settings, model, decoder, work, sizes, stamp)
@@ -162,13 +162,12 @@ class Judge:
         pictures = None if real is None else real.digest
         return json_digest([asdict(self.settings), _sampling(model), _codec(model), behind, pictures])
 
-    def _load_networks(self) -> Networks:
-        if self._networks is None:
-            chosen: dict[str, Any] = self.settings.networks
-            loaded: list[Networks] = []
-            from_every_rank(lambda: loaded.append(load_networks(**chosen, device=self._world.device)))
-            [self._networks] = loaded
-        return self._networks
+    @cached_property
+    def _networks(self) -> Networks:
+        chosen: dict[str, Any] = self.settings.networks
+        loaded: list[Networks] = []
+        from_every_rank(lambda: loaded.append(load_networks(**chosen, device=self._world.device)))
+        return loaded[0]
 
     def _real_pictures(self, model: TrainedModel, purpose: Purpose) -> Originals | None:
         """Return the pictures to compare with; None = none are needed."""
@@ -302,10 +301,7 @@ def locked(out: Path, world: World) -> Iterator[None]:
     made = [path for path in (out, *out.parents) if not path.exists()]
 
     def enter() -> None:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"out={out} cannot be a folder: {error.strerror}. Choose another.") from error
+        make_folder(out)
         lock.acquire()
 
     try:
