@@ -200,9 +200,8 @@ def build_trainer(
         config=to_plain(cfg),
     )
     keys = ("keep_last", "keep_every_steps", "keep_best", "best_metric", "keep_optimizer")
-    kept = {key: cfg.checkpoint[key] for key in keys}
-    retention = Retention(**kept, best_mode=cfg.checkpoint.best_mode.value)
-    spikes = {"factor": cfg.rollback.spike_factor, "window_steps": cfg.rollback.window_steps}
+    retention = Retention(**{key: cfg.checkpoint[key] for key in keys}, best_mode=cfg.checkpoint.best_mode.value)
+    factor, window_steps = cfg.rollback.spike_factor, cfg.rollback.window_steps
     return Trainer(
         world=world,
         task=parts.task,
@@ -225,12 +224,10 @@ def build_trainer(
         loss_curve=LossCurve(run.metrics_path, is_main=world.is_main),
         unreadable=UnreadableList(run.quarantine, rank=world.rank, met=feed.skipped),
         stopping=Stopping(
-            signals=signals,
-            limit=TimeLimit(max_hours=cfg.run.max_hours),
-            timeout_seconds=cfg.run.timeout_seconds,
+            signals=signals, limit=TimeLimit(max_hours=cfg.run.max_hours), timeout_seconds=cfg.run.timeout_seconds
         ),
         heartbeat=heartbeat,
-        spikes=None if spikes["factor"] is None else SpikeWatch(**spikes),
+        spikes=None if factor is None else SpikeWatch(factor=factor, window_steps=window_steps),
     )
 
 

@@ -1,8 +1,6 @@
 """The verb that looks after a run's checkpoints."""
 
-import os
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -14,7 +12,7 @@ from cascade_train.__main__ import launch
 from cascade_train.distributed.process_group import process_group
 from cascade_train.engine.checkpoint.folder import Retention, find_fault, read_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
-from cascade_train.engine.run.lock import RunLock
+from tests.unit.engine.run.test_lock import holding
 
 RULE = {"keep_last": 2, "keep_every_steps": 4, "keep_best": 1, "best_metric": "loss", "best_mode": "min"}
 
@@ -162,21 +160,11 @@ def test_a_name_belongs_to_one(run, capsys):
     assert "name=good is that of step_1 already. Choose another." in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize("words", [["prune", "keep_last=1"], ["promote", "step_1", "name=good"]])
 def test_a_live_run_is_left_alone_and_its_holder_named(run, capsys, words):
-    told, tell = os.pipe()
-    child = os.fork()
-    if child == 0:
-        RunLock(run).acquire()
-        os.write(tell, b".")
-        signal.pause()
-    assert os.read(told, 1) == b"."
-    code = launch(["checkpoints", words[0], str(run), *words[1:]])
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert code == 2
-    assert f"is in use by process {child} on" in capsys.readouterr().err
+    with holding(run) as holder:
+        assert launch(["checkpoints", words[0], str(run), *words[1:]]) == 2
+    assert f"is in use by process {holder.pid} on" in capsys.readouterr().err
     assert steps(run) == [1, 2, 3, 4, 5, 6]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from cascade_train.results.evaluation.published import INCEPTION
 from cascade_train.results.find import TrainedModel
 from tests.unit.config.composing import checked
 from tests.unit.data import tars
+from tests.unit.engine.run.test_lock import holding
 
 EMPTY: dict[str, Any] = dict.fromkeys(each.name for each in fields(Settings))
 SETTINGS = Settings(**EMPTY | {"prompts": ("a red square",), "count": 1, "seed": 0, "batch_size": 1, "resize": "clean"})
@@ -63,28 +62,14 @@ def test_pictures_of_another_run_or_of_no_run_are_never_removed(tmp_path: Path) 
     assert claimed(tmp_path / "out", "a", run=tmp_path / "one")
 
 
-HOLD = """
-import sys
-from pathlib import Path
-from cascade_train.engine.run.lock import RunLock
-RunLock(Path(sys.argv[1])).acquire()
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
 def test_a_second_evaluation_of_a_folder_is_refused_while_the_first_is_at_work(world: World, tmp_path: Path) -> None:
     out = tmp_path / "evaluation" / "step_2"
     out.mkdir(parents=True)
-    command = [sys.executable, "-c", HOLD, str(out)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "held\n"
+    with holding(out) as first:
         named = rf"out={out} is in use by process {first.pid} on .*wait for it or stop it, or another out="
         with pytest.raises(ConfigError, match=named), locked(out, world):
             pass
         assert (out / LOCK_NAME).is_file(), "the first still holds it"
-        first.kill()
     with locked(out, world):
         (out / "picture").touch()
     assert [path.name for path in out.iterdir()] == ["picture"]

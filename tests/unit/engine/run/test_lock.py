@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,15 +24,19 @@ time.sleep(60)
 """
 
 
+@contextmanager
+def holding(folder):
+    """Yield another process that holds the lock of a folder, without having imported torch."""
+    with subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that holds the lock of `tmp_path`, without having imported torch."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    with holding(tmp_path) as process:
+        yield process
 
 
 def test_a_directory_in_use_is_refused_and_its_holder_named(tmp_path, holder):
