@@ -69,12 +69,8 @@ def content(source: str | None, subfolder: str | None) -> dict[str, str | None] 
 
 def local_files(source: str, subfolder: str | None) -> list[Path]:
     """Return the files of a path, or those of a hub id that were downloaded before."""
-    path = local_path(source)
-    if not path.exists():
-        on_hub = parse_source(source)
-        folder = None if on_hub is None else on_hub.folder()
-        if on_hub is None or folder is None:
-            return []
+    path, on_hub = local_path(source), parse_source(source)
+    if not path.exists() and on_hub is not None and (folder := on_hub.folder()):
         path = folder / on_hub.inside
     path = path / (subfolder or "")
     return [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())

@@ -6,21 +6,19 @@ How they are joined lives beside it; nothing below this room sees a config node.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.components import CONTRACTS, broken_contract, construct
 from cascade_train.config.groups import option_targets
 from cascade_train.config.targets import class_constant
+from cascade_train.engine.lr_schedule import LrSchedule
+from cascade_train.engine.optimizer import OptimizerSpec
 from cascade_train.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cascade_train.engine.lr_schedule import LrSchedule
-    from cascade_train.engine.optimizer import OptimizerSpec
-    from cascade_train.models.family import Family
-    from cascade_train.models.stage import Stage
-    from cascade_train.tasks.base import Task
+from cascade_train.models.family import Family
+from cascade_train.models.stage import Stage
+from cascade_train.tasks.base import Task
 
 
 @dataclass(frozen=True, kw_only=True)

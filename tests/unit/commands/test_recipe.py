@@ -97,11 +97,6 @@ def test_an_imported_official_file_equals_the_recipe_that_ships(name: str, tmp_p
     assert not differences(mine, shapes_and_filters)
 
 
-def test_files_that_the_original_finds_by_itself_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made(tmp_path, official("controlnet_c_3b_inpainting"))
-    assert "its saliency network is task.filter.weights=saliency_model.pt" in capsys.readouterr().out
-
-
 def test_filters_and_the_average_are_taken_over(tmp_path: Path) -> None:
     filters = [["normalized_score", "lambda s: s > 9"], ["width", "lambda w: w >= 768"]]
     given = official("finetune_c_3b", dataset_filters=filters, ema_start_iters=5000, ema_iters=100, ema_beta=0.9)
@@ -190,14 +185,18 @@ def test_every_kind_of_data_of_open_diffusion_is_read(
     assert "yet" not in capsys.readouterr().out
 
 
-def test_what_open_diffusion_says_about_pictures_to_look_at_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = OPEN_DIFFUSION.replace('eval_caption_file: "???"', "eval_caption_file: captions.csv, num_eval_images: 9")
-    made(tmp_path, given)
-    text = capsys.readouterr().out
-    assert "experiment.eval_caption_file: sample.prompts=[...] takes the captions" in text
-    assert "experiment.num_eval_images: a grid has sample.count pictures" in text
+LOOKED_AT = OPEN_DIFFUSION.replace('eval_caption_file: "???"', "eval_caption_file: captions.csv, num_eval_images: 9")
+NAMED = {
+    "its saliency network is task.filter.weights=saliency_model.pt": official("controlnet_c_3b_inpainting"),
+    "experiment.eval_caption_file: sample.prompts=[...] takes the captions": LOOKED_AT,
+    "experiment.num_eval_images: a grid has sample.count pictures": LOOKED_AT,
+}
+
+
+@pytest.mark.parametrize("text", NAMED)
+def test_files_that_others_find_and_pictures_to_look_at_are_named(text: str, tmp_path: Path, capsys) -> None:
+    made(tmp_path, NAMED[text])
+    assert text in capsys.readouterr().out
 
 
 def test_the_file_of_open_diffusion_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,10 +65,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_needs_a_checkpoint_says_that_there_is_none_yet(live: Path, tmp_path: Path) -> None:
-    out, words = (
-        str(tmp_path / "out"),
-        r"live: this run has no checkpoint yet\. It is at step 0, and saves the next at step 2",
-    )
+    out = str(tmp_path / "out")
+    words = r"live: this run has no checkpoint yet\. It is at step 0, and saves the next at step 2"
     for formats in (None, "kohya"):
         with pytest.raises(ConfigError, match=f"^from=.*{words}"):
             export(ExportArgs(source=str(live), format=formats, out=out))

@@ -172,7 +172,3 @@ def test_a_command_that_writes_files_runs_in_one_process(
 def test_a_word_fills_the_first_key_that_is_not_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(["checkpoints", "promote", "from=r", "step_5", "name=a"]) == 2
     assert "step is not set" not in capsys.readouterr().err
-    assert launch(["checkpoints", "verify", "run", "step_5", "more"]) == 2
-    assert "'more' is one word too many" in capsys.readouterr().err
-    assert launch(["--multirun", "train"]) == 2
-    assert "'train' is a command and comes first: cascade-train train …; --help lists" in capsys.readouterr().err
