@@ -33,11 +33,7 @@ class SuperResolutionFilter(ControlFilter):
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Return the map of pictures alone."""
-        return self._coarse
-
-    @torch.no_grad()
-    def _coarse(self, image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
-        return coarsen(image_BCHW, self.scale_factor)
+        return lambda image_BCHW, made: coarsen(image_BCHW.detach(), self.scale_factor)
 
 
 class LatentSuperResolutionFilter(SuperResolutionFilter):
