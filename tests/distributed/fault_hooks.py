@@ -16,7 +16,7 @@ from typing import Any
 
 from stopping_hooks import in_step
 
-from cascade_train.data.storage import store
+from cascade_train.data import storage
 from cascade_train.engine.checkpoint import folder as checkpoint_folder
 from cascade_train.engine.checkpoint.folder import CheckpointFolder
 from cascade_train.engine.checkpoint.store import CheckpointStore
@@ -115,7 +115,7 @@ def truncate_newest(out: Path) -> None:
 
 def lose_connection(out: Path) -> None:
     """Ask the server of the test, by a file, to cut every answer from the third step on, and wait little in between."""
-    store._FIRST_WAIT_SECONDS = 0.001
+    storage._FIRST_WAIT_SECONDS = 0.001
     in_step(3, lambda: lost(out).touch(), rank=0)(out)
 
 
