@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cascade_train.filters.base import ImageFilter, check_copy, resize_map
 from cascade_train.filters.parts.requirements import opencv, require
@@ -33,8 +34,12 @@ class CannyFilter(ImageFilter):
 
     def apply(self, image: np.ndarray, generator: torch.Generator) -> np.ndarray:
         """Return the edges of one picture, (1, h, w) uint8, 0 or 255, at the size of the copy."""
-        image_CHW = torch.from_numpy(image).float()
+        return self.edges(torch.from_numpy(image).float())
+
+    def edges(self, image_CHW: Tensor) -> np.ndarray:
+        """Return the edges (1, h, w) uint8, 0 or 255, of a picture (3, H, W) float in [0, 255]."""
+        cv2 = opencv()
         if self.resize is not None:
             image_CHW = resize_map(image_CHW[None], (self.resize, self.resize))[0]
         pixels = np.ascontiguousarray(image_CHW.byte().numpy().transpose(1, 2, 0))
-        return opencv().Canny(pixels, self.low, self.high)[None]
+        return cv2.Canny(pixels, self.low, self.high)[None]

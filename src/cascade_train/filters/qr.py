@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cascade_train.filters.base import ImageFilter, between, check_copy, check_kernels, disc, pick, resize_map
 from cascade_train.filters.parts.requirements import opencv, require
@@ -40,14 +41,17 @@ class BrightnessFilter(ImageFilter):
 
     def apply(self, image: np.ndarray, generator: torch.Generator) -> np.ndarray:
         """Return 0, 0.5 or 1 at each pixel of the copy, (1, h, w) float32."""
-        image_CHW = torch.from_numpy(image).float() / 255
-        if self.resize is not None:
-            image_CHW = resize_map(image_CHW[None], (self.resize, self.resize))[0]
-        value = image_CHW.amax(dim=0).numpy()  # of HSV
+        value = self.value(torch.from_numpy(image).float() / 255)
         if self.blobify:
             kernel, blur = pick(self.dilation_kernels, generator), pick(self.blur_kernels, generator)
             value = blobs(value, kernel, blur, between(*BLUR_SIGMA, generator))
-        return levels(value)[None]
+        return levels(value, value)[None]
+
+    def value(self, image_CHW: Tensor) -> np.ndarray:
+        """Return the value of HSV, (h, w) float32, of the copy of a picture (3, H, W) float in [0, 1]."""
+        if self.resize is not None:
+            image_CHW = resize_map(image_CHW[None], (self.resize, self.resize))[0]
+        return image_CHW.amax(dim=0).numpy()
 
 
 def blobs(value: np.ndarray, kernel: int, blur: int, sigma: float) -> np.ndarray:
@@ -60,9 +64,9 @@ def blobs(value: np.ndarray, kernel: int, blur: int, sigma: float) -> np.ndarray
     return value
 
 
-def levels(value: np.ndarray) -> np.ndarray:
-    """Return 0, 0.5 or 1, float32, at each pixel of a map, by its range."""
-    low, high = value.min(), value.max()
+def levels(value: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Return 0, 0.5 or 1, float32, at each pixel of `value`, by the range of `reference`."""
+    low, high = reference.min(), reference.max()
     margin = (high - low) * np.float32(LEVEL_SHARE)
     bright, dark = value > high - margin, value < low + margin
     return (1 + bright.astype(np.float32) - dark.astype(np.float32)) / 2

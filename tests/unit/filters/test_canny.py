@@ -43,10 +43,12 @@ def test_higher_thresholds_find_less() -> None:
     assert both_halves(canny(low=1000, high=3000), image_BCHW, 0).sum() < both_halves(canny(), image_BCHW, 0).sum()
 
 
-ORDER, COPY = "edges need 0 <= low <= high", "task.filter.resize=0 must be at least 1: the side in pixels of a copy, or"
+@pytest.mark.parametrize("options", [{"low": 300}, {"low": -1}])
+def test_thresholds_out_of_order_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="edges need 0 <= low <= high"):
+        canny(**options)
 
 
-@pytest.mark.parametrize(("key", "value", "message"), [("low", 300, ORDER), ("low", -1, ORDER), ("resize", 0, COPY)])
-def test_thresholds_out_of_order_and_a_copy_without_pixels_are_refused(key: str, value: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        canny(**{key: value})
+def test_a_copy_without_pixels_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"task.filter.resize=0 must be at least 1: the side in pixels of a copy, or"):
+        canny(resize=0)
