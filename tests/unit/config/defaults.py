@@ -7,7 +7,6 @@ seeds.json (files) and systems.yaml (code) are other trainers', chosen.yaml is o
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -19,11 +18,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 import cascade_train
-from cascade_train.config.groups import NESTED, conf_dir
+from cascade_train.config.groups import conf_dir
 from cascade_train.config.targets import import_target
 from cascade_train.data.buckets import parse_ratios
 from cascade_train.data.index.row_filter import parse_row_filters
 from tests.unit.config.seeds import RECIPES_OF_SEEDS, seed_values
+from tests.unit.config.systems import SYSTEM_OF, differing, rows_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "golden" / "original"
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load((FOLDER / "published.yaml").read_text())
@@ -31,11 +31,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     name.removesuffix(".yaml"): values for name, values in json.loads((FOLDER / "recipes.json").read_text()).items()
 }
 CHOSEN: list[dict[str, Any]] = yaml.safe_load((FOLDER / "chosen.yaml").read_text())
-SYSTEMS: dict[str, dict[str, Any]] = yaml.safe_load((FOLDER / "systems.yaml").read_text())
-SYSTEM_OF = {recipe: system for system, entry in SYSTEMS.items() for recipe in entry["recipes"]}
-"""Recipe that ships -> the trainer that it is of."""
 
-MOUNTS = {group: f"{choice.partition('@')[2]}." for group, choice in NESTED.items()} | {"hydra": "hydra.launcher."}
+MOUNTS = {
+    "noise": "objective.noise.",
+    "distance": "objective.distance.",
+    "times": "objective.times.",
+    "filter": "task.filter.",
+    "hydra": "hydra.launcher.",
+}
 """Where a group's options go; others go into the node of their name."""
 
 MODELS = {"3.6B": "c_3b", "1B": "c_1b", "3B": "b_3b", "700M": "b_700m"}
@@ -186,6 +189,11 @@ def lineage(file: str) -> list[str]:
     return [*(found for each in beside if each in shipped_files() for found in lineage(each)), file]
 
 
+def defaults(file: str) -> dict[str, Any]:
+    """Return the numbers, switches, words and choices of a file, which should be in a list, by key."""
+    return only_defaults(own(file))
+
+
 def only_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a file's values that should be in a list."""
     return {key: value for key, value in values.items() if key.startswith("defaults.") or is_default(key, value)}
@@ -225,13 +233,16 @@ def expected(cfg: DictConfig) -> dict[str, Any]:
     return {key: value for key, value in (values | last).items() if "defaults." not in key}
 
 
-def differences(cfg: DictConfig, values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the keys in which a composition is not what it should be, each with what it is and should be."""
+def differences(cfg: DictConfig, values: Mapping[str, Any]) -> list[str]:
+    """Return the keys in which a composition is not what it should be."""
     cfg = cfg.copy()
     OmegaConf.resolve(cfg)
     plain = dict(leaves_and_nodes(OmegaConf.to_container(cfg)))
-    pairs = {key: (plain.get(key, "absent"), value) for key, value in values.items()}
-    return {key: pair for key, pair in pairs.items() if canonical(key, pair[0]) != canonical(key, pair[1])}
+    return [
+        f"{key}={plain.get(key, 'absent')}, should be {value}"
+        for key, value in values.items()
+        if canonical(key, plain.get(key, "absent")) != canonical(key, value)
+    ]
 
 
 def leaves_and_nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -253,18 +264,6 @@ def canonical(key: str, value: Any) -> Any:
         probes += [json.dumps({"width": 10_000, "height": h}) for n in numbers for h in (n - 1, n, n + 1)]
         return sorted(numbers), [parse_row_filters(value).verdicts(probe.encode()) for probe in probes]
     return (type(value) is bool, value)
-
-
-def rows_of(system: str, recipe: str | None = None) -> dict[str, Any]:
-    """Return our keys with the values that a trainer's code takes, and with those of a recipe's file."""
-    entry = SYSTEMS[system]
-    return {key: row["value"] for key, row in (entry["rows"] | entry["recipes"].get(recipe, {})).items()}
-
-
-def differing(recipe: str) -> dict[str, Any]:
-    """Return what a recipe has otherwise than its trainer on purpose."""
-    entries = SYSTEMS[SYSTEM_OF[recipe]]["differs"].items()
-    return {key: each["value"] for key, each in entries if recipe in each.get("recipes", [recipe])}
 
 
 # Defaults that live in Python.
@@ -298,11 +297,30 @@ def targets() -> set[str]:
     return {target for target in found if target.startswith("cascade_train.")}
 
 
-def python_value(name: str) -> Any:
-    """Return the number or switch of a name such as `module.Class.field` or `module.function(argument)`."""
-    owner, _, argument = name.removesuffix(")").partition("(")
-    found = import_target(f"cascade_train.{owner}")
-    return inspect.signature(found).parameters[argument].default if argument else found
+def python_module(name: str) -> str:
+    """Return the module in which a name such as `module.Class.field` or `module.function(argument)` stands."""
+    module = name.partition("(")[0].rpartition(".")[0]
+    return module if python_file(module).is_file() else module.rpartition(".")[0]
+
+
+def python_file(module: str) -> Path:
+    """Return the source file of a module below the package."""
+    return Path(cascade_train.__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
+
+
+def python_expression(name: str) -> ast.expr:
+    """Return the number or switch in the source that such a name stands for."""
+    module = python_module(name)
+    owner, dot, field = name.removeprefix(f"{module}.").partition(".")
+    owner, bracket, argument = owner.partition("(") if not dot else (owner, "", "")
+    for node in ast.parse(python_file(module).read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            return dict(in_class(node))[f".{field}" if dot else f"({argument}"]
+        if isinstance(node, ast.FunctionDef) and node.name == owner:
+            return dict(in_function(node))[f"({argument}"]
+        if isinstance(node, ast.Assign | ast.AnnAssign) and owner in ast.unparse(node).partition(" =")[0].split(":"):
+            return node.value
+    raise KeyError(name)
 
 
 def in_class(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
@@ -312,8 +330,14 @@ def in_class(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
             target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
             yield f".{ast.unparse(target)}", statement.value
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
-            named = zip(statement.args.kwonlyargs, statement.args.kw_defaults, strict=True)
-            yield from ((f"({argument.arg})", value) for argument, value in named if value and is_number(value))
+            yield from in_function(statement)
+
+
+def in_function(node: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
+    """Yield `(argument)` and its default where that is a number or a switch."""
+    for argument, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+        if is_number(value):
+            yield f"({argument.arg})", value
 
 
 def is_number(value: ast.expr | None) -> bool:

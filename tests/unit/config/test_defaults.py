@@ -5,6 +5,8 @@ That compositions have the listed values: test_every_option.py, with what else i
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from tests.unit.config import test_every_option
@@ -19,7 +21,7 @@ from tests.unit.config.defaults import (
     listed,
     only_defaults,
     python_defaults,
-    python_value,
+    python_expression,
     recipe_values,
     shipped,
     shipped_files,
@@ -39,7 +41,7 @@ def test_every_default_in_python_is_in_a_list() -> None:
     found, lists = python_defaults(), listed("python")
     assert len(found) > 30
     assert [name for name in found if name not in lists] == []
-    assert {name: python_value(name) for name in lists} == lists
+    assert {name: ast.literal_eval(python_expression(name)) for name in lists} == lists
 
 
 def test_the_lists_speak_of_what_ships_and_give_reasons() -> None:

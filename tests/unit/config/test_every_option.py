@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.config.groups import NESTED, conf_dir, group_options, groups, option_targets
+from cascade_train.config.groups import conf_dir, group_options, groups, option_targets
 from cascade_train.config.preflight import EXTRAS, preflight
 from cascade_train.config.targets import class_constant
 from cascade_train.errors import ConfigError
@@ -89,6 +89,14 @@ NEEDED = {
 }
 """Options that leave something to the user, and the least that they need."""
 
+MOUNTED = {
+    "noise": "noise@objective.noise",
+    "distance": "distance@objective.distance",
+    "times": "times@objective.times",
+    "filter": "filter@task.filter",
+}
+"""Groups whose options go into another node, and how they are chosen there."""
+
 SCORED_ALONE = {("stage_c", "reconstruction"): ["objective=preview"]}
 """What scores a task on a stage where neither the model nor the root chooses it."""
 
@@ -107,7 +115,7 @@ def overrides(group: str, option: str) -> list[str]:
     choice = f"{group}={option}"
     companions = COMPANIONS.get(choice, COMPANIONS.get(group, {}))
     chosen = {**CHOSEN, **companions, group: option} if group != "experiment" else {group: option}
-    return [*(f"{NESTED.get(key, key)}={value}" for key, value in chosen.items()), *NEEDED.get(choice, [])]
+    return [*(f"{MOUNTED.get(key, key)}={value}" for key, value in chosen.items()), *NEEDED.get(choice, [])]
 
 
 def listed_composition(group: str, option: str) -> DictConfig:

@@ -6,11 +6,16 @@ The rows lie in tests/golden/original/systems.yaml and were read from the traine
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.unit.config.composing import checked
-from tests.unit.config.defaults import SYSTEM_OF, SYSTEMS, differences, differing, rows_of
+from tests.unit.config.defaults import canonical
+from tests.unit.config.systems import SYSTEM_OF, SYSTEMS, differing, rows_of
 from tests.unit.config.test_every_option import NEEDED
 
 DECIDING = {
@@ -27,10 +32,28 @@ DECIDING = {
 """What decides numbers in every training, so that each recipe has a row for it."""
 
 
+def unlike(rows: Mapping[str, Any], found: Callable[[str], Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the keys whose value found is not that of the rows, with both: (found, row)."""
+    pairs = {key: (found(key), value) for key, value in rows.items()}
+    return {key: pair for key, pair in pairs.items() if canonical(key, pair[0]) != canonical(key, pair[1])}
+
+
+def composed_values(*overrides: str, extra: Path | None = None) -> Callable[[str], Any]:
+    """Return what looks keys up in a configuration, `extra` as for `checked`; a key that is not there is `absent`."""
+    cfg = checked(*overrides, extra=extra)
+    OmegaConf.resolve(cfg)
+
+    def found(key: str) -> Any:
+        value = OmegaConf.select(cfg, key, default="absent")
+        return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+    return found
+
+
 @pytest.mark.parametrize(("recipe", "system"), SYSTEM_OF.items())
 def test_a_recipe_does_what_its_trainers_code_does(recipe: str, system: str) -> None:
     choice = f"experiment={recipe}"
-    different = differences(checked(choice, *NEEDED[choice]), rows_of(system, recipe))
+    different = unlike(rows_of(system, recipe), composed_values(choice, *NEEDED[choice]))
     assert {key: found for key, (found, _) in different.items()} == differing(recipe)
 
 
@@ -54,7 +77,7 @@ def test_every_row_names_its_place_in_the_source(system: str) -> None:
 def test_a_default_that_the_source_does_not_have_is_found() -> None:
     """The check itself: what a recipe would be without the trainer's own defaults fails it."""
     left_out = ["task.cond_drop_prob=0.05", "train.max_grad_norm=1.0", "optimizer.decay=matrices", "ema.decay=0.9999"]
-    cfg = checked("experiment=sd_finetune", *NEEDED["experiment=sd_finetune"], *left_out)
-    assert differences(cfg, rows_of("open_diffusion", "sd_finetune")).keys() == {
+    found = composed_values("experiment=sd_finetune", *NEEDED["experiment=sd_finetune"], *left_out)
+    assert unlike(rows_of("open_diffusion", "sd_finetune"), found).keys() == {
         "task.cond_drop_prob", "train.max_grad_norm", "optimizer.decay", "ema.decay", "run.seed",
     }  # fmt: skip
