@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -75,13 +75,13 @@ class Recipe:
 
     def put(self, keys: str | Iterable[str], assigned: Mapping[str, Any]) -> None:
         """Set what the trainer's keys mean: values by dotted key, options by group."""
-        names = (keys,) if isinstance(keys, str) else tuple(keys)
+        names = (keys,) if isinstance(keys, str) else tuple(sorted(keys) if isinstance(keys, Set) else keys)
         replaced = {key for ours in assigned for key in self.origins.get(ours, ())} - set(names)
         self.groups |= {ours: str(value) for ours, value in assigned.items() if is_group(ours)}
         self.values |= {ours: value for ours, value in assigned.items() if not is_group(ours)}
         self.origins |= dict.fromkeys(assigned, names)
         self.fates |= dict.fromkeys(names, (Kind.TAKEN, ""))
-        self._forget(replaced - self.taken().keys(), f"{names[0]} goes before it", Kind.UNNEEDED)
+        self._forget(sorted(replaced - self.taken().keys()), f"{names[0]} goes before it", Kind.UNNEEDED)
 
     def drop(self, ours: str, why: str, kind: Kind = Kind.YOURS) -> None:
         """Remove a value or a choice."""

@@ -44,7 +44,7 @@ def take_towers(recipe: Recipe, system: str, given: Values, table: Values, *, sa
     if trained and is_lora and "adapted" not in spec:
         recipe.note(key, "adapters of text towers: task.text_encoder_filters=[.self_attn]")
     elif trained and is_lora and len(trained) < len(towers):
-        for name in {key, *mentioned}:
+        for name in sorted({key, *mentioned}):
             recipe.note(name, "adapters go into both text towers, or none: task.text_encoder_filters", Kind.MISSING)
     elif trained:
         ours = dict.fromkeys([f"{tower}.train" for tower in trained], True)

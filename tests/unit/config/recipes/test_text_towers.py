@@ -101,7 +101,7 @@ CASES: list[tuple[Any, ...]] = [
     (onetrainer("STABLE_DIFFUSION_15", "FINE_TUNE", unet={"learning_rate": 3e-4}),
      {"optimizer.lr": 3e-4, f"{FIRST}.train": True, f"{FIRST}.lr": 1e-4}),
     (onetrainer("STABLE_DIFFUSION_XL_10_BASE", "LORA", text_encoder={"train": False}, text_encoder_2=TRAINED), {},
-     "text_encoder_2.train, text_encoder_2.learning_rate: adapters go into both text towers, or none"),
+     "text_encoder_2.learning_rate, text_encoder_2.train: adapters go into both text towers, or none"),
     (onetrainer("STABLE_DIFFUSION_15", "FINE_TUNE", text_encoder={"train": True}, text_encoder_2=TRAINED), {},
      "  text_encoder_2.learning_rate, text_encoder_2.train: no text tower trains by it"),
 ]  # fmt: skip
