@@ -51,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, self.server.content, b"")
 
     def do_GET(self) -> None:  # noqa: N802
-        fault = self.server.faults.pop(0) if self.server.faults else None
+        fault = self.server.next_fault()
         content = self.server.content
         first, last = (int(part) for part in self.headers["Range"].removeprefix("bytes=").split("-"))
         part = content[first : last + 1]
@@ -101,6 +101,7 @@ class FaultyS3(ThreadingHTTPServer):
         self.faults: list[str] = []
         self.ranges: list[tuple[int, int]] = []
         self.released = threading.Event()
+        self._lock = threading.Lock()
 
     @property
     def endpoint(self) -> str:
@@ -108,6 +109,10 @@ class FaultyS3(ThreadingHTTPServer):
 
     def handle_error(self, *_: Any) -> None:
         """Say nothing of clients that went away."""
+
+    def next_fault(self) -> str | None:
+        with self._lock:
+            return self.faults.pop(0) if self.faults else None
 
 
 @contextmanager
