@@ -43,10 +43,10 @@ FIELDS = {"open": "open s", "first": "first batch s", "resume": "resume s", "cpu
 def make(folder: Path, tars: int, samples: int) -> None:
     """Write empty tars and the index of each."""
     from cascade_train.data.index.cache import write_cache
-    from cascade_train.data.storage import LocalFiles
     from cascade_train.data.tar.files import Tar
     from cascade_train.data.tar.index import TAR_FIELDS, index_file
     from cascade_train.data.tar.members import PARTS, Dropped
+    from cascade_train.data.tar.storage import LocalFiles
 
     store, rng = LocalFiles(), np.random.default_rng(0)
     dropped = np.array(json.dumps(asdict(Dropped(caption="txt"))))

@@ -16,7 +16,7 @@ from typing import Any
 
 from stopping_hooks import in_step
 
-from cascade_train.data import storage
+from cascade_train.data.tar import storage
 from cascade_train.engine.checkpoint import folder as checkpoint_folder
 from cascade_train.engine.checkpoint.folder import CheckpointFolder
 from cascade_train.engine.checkpoint.store import CheckpointStore

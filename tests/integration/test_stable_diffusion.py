@@ -165,7 +165,7 @@ def test_a_cache_of_sdxl_holds_all_shapes_and_sizes(
     other = {"original": "target", "target": "original"}[conditions]
     code = launch([*model[:-1], f"model.size_conditions={other}", *given, "sample.negative_prompt=dull"])
     assert code == (0 if other == "target" else 2)
-    refused = "lacks time_ids, sizes and crops of pictures that model.size_conditions=original uses: make a cache with"
+    refused = "lacks time_ids, sizes and crops, which model.size_conditions=target does without: make a cache with"
     assert (refused in capsys.readouterr().err) == (other == "original")
     if other == "target":  # the squares are cropped, which it does not say
         assert read_metrics(tmp_path / "refused")[0]["loss"] != pytest.approx(rows[0][0], rel=1e-4)

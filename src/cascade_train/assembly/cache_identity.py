@@ -119,16 +119,10 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
     refuse_reconstruction(stage, task, f"and {where} is a cache, which has none: use the data that it was made of")
     if not stage.image_products:
         raise ConfigError(f"{where}: nothing of {stage.name} can be read from a cache: {stage.why_not_cached}")
-    if lacking := sorted(stage.image_products.keys() - manifest.tensors.keys()):
-        raise ConfigError(
-            f"{where} lacks {', '.join(lacking)}, which model.{stage.image_products[lacking[0]]} makes of pictures:"
-            " make a cache with this model"
-        )
-    if lacking := sorted(stage.picture_fact_names - manifest.tensors.keys()):
-        raise ConfigError(
-            f"{where} lacks {', '.join(lacking)}, sizes and crops of pictures that model.size_conditions=original uses:"
-            " make a cache with it, or set it to target"
-        )
+    needed = {name: f"which model.{part} makes of pictures" for name, part in stage.image_products.items()}
+    needed |= stage.needed_facts
+    if lacking := sorted(needed.keys() - manifest.tensors.keys()):
+        raise ConfigError(f"{where} lacks {', '.join(lacking)}, {needed[lacking[0]]}: make a cache with this model")
     own = encoder_identity(cfg, stage, [*stage.image_products, *manifest.captions])
     if task.sample_transform() is not None:
         if not task_identity(cfg).keys() & manifest.identity.keys():

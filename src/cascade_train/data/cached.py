@@ -32,7 +32,7 @@ from cascade_train.data.latent_cache import (
 )
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import Source
-from cascade_train.data.storage import LocalFiles
+from cascade_train.data.tar.storage import LocalFiles
 from cascade_train.errors import ConfigError
 from cascade_train.options import File, Free, Order
 

@@ -25,8 +25,8 @@ import safetensors.torch
 from torch import Tensor
 
 from cascade_train.data.index.rows import Index, changed_rows, changed_samples
-from cascade_train.data.storage import LocalFiles
 from cascade_train.data.tar.members import write_tar
+from cascade_train.data.tar.storage import LocalFiles
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import replacing, write_durably
 from cascade_train.files.untrusted import load_mapping, open_regular, parsing

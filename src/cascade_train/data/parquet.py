@@ -17,8 +17,8 @@ from cascade_train.data.decoding.decode import upright_size
 from cascade_train.data.index.cache import cache_file, default_cache_dir, read_cache, write_cache
 from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS, checksum, combine, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
-from cascade_train.data.storage import PerProcess
 from cascade_train.data.table import TableRows, TableSource
+from cascade_train.data.tar.storage import PerProcess
 from cascade_train.errors import ConfigError, install_hint
 from cascade_train.files.untrusted import open_regular, parsing
 

@@ -17,11 +17,11 @@ from cascade_train.data.index.rows import BEGINNING_BYTES, ROW_FIELDS, Index, ch
 from cascade_train.data.index.selection import RowSelector
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
-from cascade_train.data.storage import ReadAhead, Store
 from cascade_train.data.stream import Stream, StreamSpec
 from cascade_train.data.tar.files import Listings, Tar, check_urls, find_tars
 from cascade_train.data.tar.index import JoinedTars
 from cascade_train.data.tar.members import PARTS, raw_sample
+from cascade_train.data.tar.storage import ReadAhead, Store
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.options import File, Free, Order, check_least
 

@@ -181,7 +181,7 @@ class Stage(abc.ABC):
         image_products: products of an image without a random choice; name -> the part that makes it, below `model.`.
         caption_products: the same of a caption.
         why_not_cached: why there are no `image_products`, for messages.
-        picture_fact_names: names of the `picture_facts`, which a cache must hold too.
+        needed_facts: `picture_facts` that a cache must hold too; name -> what it is, and how to do without.
         encodes_nothing: parts that no product needs.
         trains_text: whether its text towers' own weights may train.
         decoded_by: the part that decodes latents; None = the network.
@@ -208,7 +208,7 @@ class Stage(abc.ABC):
     image_products: Mapping[str, str] = MappingProxyType({})
     caption_products: Mapping[str, str] = MappingProxyType({})
     why_not_cached: str = "it makes nothing of a picture alone"
-    picture_fact_names: frozenset[str] = frozenset()
+    needed_facts: Mapping[str, str] = MappingProxyType({})
     encodes_nothing: ClassVar[frozenset[str]] = frozenset({"network"})
     trains_text: ClassVar[bool] = False
     decoded_by: ClassVar[str | None] = None

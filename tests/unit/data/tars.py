@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from cascade_train.data.storage import LocalFiles
 from cascade_train.data.tar.files import Tar
+from cascade_train.data.tar.storage import LocalFiles
 from cascade_train.data.webdataset import WebDataset
 
 

@@ -25,7 +25,7 @@ from cascade_train.data.latent_cache import (
     write_manifest,
     write_unit,
 )
-from cascade_train.data.storage import LocalFiles
+from cascade_train.data.tar.storage import LocalFiles
 from cascade_train.errors import ConfigError, RunError
 
 CAPTIONS = {"": {"clip_text": torch.zeros(2, 3)}, "ein Käse, 赤い \ud800": {"clip_text": torch.ones(2, 3)}}

@@ -70,7 +70,7 @@ def test_a_file_cut_after_indexing_is_named(tmp_path: Path) -> None:
 
 
 def test_many_tars_share_few_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cascade_train.data.storage._MAX_OPEN_FILES", 2)
+    monkeypatch.setattr("cascade_train.data.tar.storage._MAX_OPEN_FILES", 2)
     for shard in range(5):
         tars.write(tmp_path / f"{shard}.tar", tars.samples([shard]))
     source = tars.webdataset(tmp_path / "{0..4}.tar")

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 from braceexpand import UnbalancedBracesError, braceexpand
 
 from cascade_train.data.index.rows import first_names
-from cascade_train.data.storage import S3, SCHEME, LocalFiles, Store, StoredObject
 from cascade_train.data.tar.members import PARTS
+from cascade_train.data.tar.storage import S3, SCHEME, LocalFiles, Store, StoredObject
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
 from cascade_train.files.untrusted import open_regular, parsing, read_json

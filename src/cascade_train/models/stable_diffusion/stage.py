@@ -190,7 +190,8 @@ class StableDiffusionXL(StableDiffusion):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.caption_products = {"text": "text_encoder", "text_2": "text_encoder_2", "pooled": "text_encoder_2"}
-        self.picture_fact_names = frozenset({"time_ids"} if self.size_conditions == "original" else ())
+        if self.size_conditions == "original":
+            self.needed_facts = {"time_ids": "sizes and crops, which model.size_conditions=target does without"}
 
     def _check(self) -> None:
         super()._check()
@@ -234,7 +235,7 @@ class StableDiffusionXL(StableDiffusion):
 
     def picture_facts(self, batch: Batch) -> dict[str, Tensor]:
         """Return `time_ids`, see `size_ids`, of pictures with known sizes or from a cache."""
-        if not self.picture_fact_names:
+        if not self.needed_facts:
             return {}
         if batch.image_BCHW is None:
             return {"time_ids": batch.tensors["time_ids"]}

@@ -59,11 +59,11 @@ class TestSdxlTiny(StageContract):
         sizes = {"original_size_B2": torch.tensor([[64, 48]] * 2), "crop_B4": torch.tensor([[11, 0, 32, 32]] * 2)}
         batch = replace(make_batch(0, 1, side=32), **sizes)
         facts = stage.picture_facts(batch)
-        assert facts.keys() == stage.picture_fact_names == {"time_ids"}
+        assert facts.keys() == stage.needed_facts.keys() == {"time_ids"}
         from_cache = replace(batch, image_BCHW=None, tensors={**facts, "latent": torch.zeros(2, 4, 8, 8)})
         assert torch.equal(stage.draw(from_cache)["time_ids"], size_ids(batch))
         cached = build_stage("sdxl_tiny", {"size_conditions": "target"})
-        assert not cached.picture_fact_names | cached.picture_facts(batch).keys()
+        assert not cached.needed_facts.keys() | cached.picture_facts(batch).keys()
         images = torch.rand(2, 3, 32, 32)
         products = cached.make_image_products(images)
         assert products.keys() == cached.image_products.keys() == {"latent", "latent_std"}

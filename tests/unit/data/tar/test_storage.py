@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cascade_train.data import storage
-from cascade_train.data.storage import ATTEMPTS, S3, StoredObject
+from cascade_train.data.tar import storage
+from cascade_train.data.tar.storage import ATTEMPTS, S3, StoredObject
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.data.loopback import FaultyS3, faulty_s3, point_at
 
