@@ -28,7 +28,7 @@ from cascade_train.distributed.parallelize import (
     refuse_meta,
 )
 from cascade_train.distributed.process_group import World, build_mesh, mesh_shape
-from cascade_train.engine.average import Ema
+from cascade_train.engine.average import Ema, PowerFunctionAverages
 from cascade_train.engine.checkpoint.folder import hash_file
 from cascade_train.engine.optimizer import OptimizerSpec
 from cascade_train.engine.phase import BoundPhase, checked_loss, trainable_parameters
@@ -159,20 +159,19 @@ def quantize_base(cfg: DictConfig, parts: Parts) -> None:
 
 
 def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
-    """Give a sharded phase its optimizer, schedule and average."""
+    """Give a sharded phase its optimizer, schedule and averages."""
     parameters = trainable_parameters(phase)
     if not parameters:
         raise ConfigError(f"phase {phase.name}: the task leaves no weight to train: none requires a gradient")
     spec: OptimizerSpec = phase.optimizer or parts.optimizer
-    ema = None
+    ema = post_hoc = None
+    device = None if cfg.ema.device is None else torch.device(cfg.ema.device.value)
+    if cfg.ema.post_hoc is not None and phase.averaged:
+        lengths = list(cfg.ema.post_hoc)
+        post_hoc = PowerFunctionAverages(parameters, lengths=lengths, every_steps=cfg.ema.every_steps, device=device)
     if cfg.ema.decay is not None and phase.averaged:
-        ema = Ema(
-            parameters,
-            decay=cfg.ema.decay,
-            start_step=cfg.ema.start_step,
-            every_steps=cfg.ema.every_steps,
-            device=None if cfg.ema.device is None else torch.device(cfg.ema.device.value),
-        )
+        options = {key: cfg.ema[key] for key in ("decay", "start_step", "every_steps")}
+        ema = Ema(parameters, **options, device=device)
         if cfg.ema.weights is not None:
             from_every_rank(partial(ema.start_from, parts.task.initial_average(cfg.ema.weights)))
     return BoundPhase(
@@ -183,6 +182,7 @@ def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
         lr_factor=spec.lr_factor,
         lr_schedule=parts.lr_schedule,
         ema=ema,
+        post_hoc=post_hoc,
         max_grad_norm=cfg.train.max_grad_norm,
     )
 

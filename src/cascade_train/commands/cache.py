@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from cascade_train.commands.parts.command_line import Command
-from cascade_train.config.schema import limit
+from cascade_train.config.limits import limit
 from cascade_train.errors import ConfigError
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from cascade_train.commands.parts.command_line import Command, listed
 from cascade_train.commands.parts.models import WeightsArgs, print_error
 from cascade_train.config.groups import did_you_mean
+from cascade_train.config.limits import check_length
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import HubSource, parse_source, push_folder
@@ -44,6 +45,9 @@ class ExportArgs(WeightsArgs):
     """For format=combined, Stage A instead of that under Stage B: a run, its export, or weights."""
     step: int | None = None
     """Checkpoint of the run to export; null = the newest whole one."""
+    average: float | None = None
+    """Length of an average of the weights up to there, built from what ema.post_hoc keeps: a standard deviation of the
+    steps averaged, relative to all steps, e.g. 0.12; null = that of ema.decay, else the weights."""
     out: str | None = None
     """Folder to write into; null = `<run>/export`, or `export` for anything else."""
     push: str | None = None
@@ -63,11 +67,13 @@ class ExportArgs(WeightsArgs):
             for key in ("decoder", "codec"):
                 if getattr(self, key) is not None:
                     raise ConfigError(f"{key}={getattr(self, key)} is for format=combined; leave it out.")
-        elif self.decoder is None or self.formats() != [COMBINED] or self.step is not None:
+        elif self.decoder is None or self.formats() != [COMBINED] or (self.step, self.average) != (None, None):
             raise ConfigError(
-                "format=combined is written alone, of what a run exported, and needs a Stage B: "
-                "from=<Stage C> decoder=<Stage B> format=combined, without step. Export a step first."
+                "format=combined is written alone, of what a run exported, and needs a Stage B: from=<Stage C> "
+                "decoder=<Stage B> format=combined, without step and average. Export a step first."
             )
+        if self.average is not None:
+            check_length("average", self.average)
 
     def formats(self) -> list[str]:
         """Return the formats asked for."""
@@ -86,6 +92,8 @@ def export(args: ExportArgs) -> int:
     if is_run(source) and (reason := no_checkpoint_yet(source)):
         raise ConfigError(f"from={source}: {reason}")
     out = Path(args.out) if args.out is not None else source / "export" if of_run else Path("export")
+    if args.average is not None and not of_run:
+        raise ConfigError(f"average={args.average}: from={source} is no run with checkpoints, of which one is built.")
     if formats == [COMBINED]:
         _combine(args, out / COMBINED)
     elif of_run:
@@ -95,7 +103,8 @@ def export(args: ExportArgs) -> int:
         from cascade_train.results.export import export_checkpoint
 
         with process_group() as world:
-            checkpoint = export_checkpoint(cfg, source / "checkpoints", world, step=args.step, out=out)
+            checkpoints = source / "checkpoints"
+            checkpoint = export_checkpoint(cfg, checkpoints, world, step=args.step, average=args.average, out=out)
         sys.stdout.write(f"{checkpoint.name} of {source} is exported to {out}\n")
     elif not formats:
         raise ConfigError(f"from={source}: is no run with checkpoints; say what to write it as, e.g. format=original.")

@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig
 
 from cascade_train.commands.parts.command_line import Command
-from cascade_train.config.schema import limit
+from cascade_train.config.limits import limit
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.options import check_choice
 

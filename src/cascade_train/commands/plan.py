@@ -19,8 +19,8 @@ from cascade_train.assembly.planning.devices import DEVICES
 from cascade_train.commands.inspect import library_log
 from cascade_train.commands.parts.command_line import Command
 from cascade_train.config.arguments import declared_roles
+from cascade_train.config.limits import limit
 from cascade_train.config.preflight import preflight
-from cascade_train.config.schema import limit
 from cascade_train.options import check_choice
 
 if TYPE_CHECKING:

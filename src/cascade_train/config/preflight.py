@@ -25,7 +25,8 @@ from cascade_train.config.components import (
     missing_message,
 )
 from cascade_train.config.groups import chosen, did_you_mean, option_files, option_targets
-from cascade_train.config.schema import AUTO, COMPONENTS, ParallelMode, Precision, Root, TrackerName
+from cascade_train.config.limits import AUTO
+from cascade_train.config.schema import COMPONENTS, ParallelMode, Precision, Root, TrackerName
 from cascade_train.config.targets import check_targets, class_constant, components_in, is_component
 from cascade_train.errors import ConfigError, install_hint
 
@@ -72,6 +73,7 @@ def preflight(
     _check_run(root)
     _check_libraries(resolved)
     _check_schedule_free(root, components)
+    _check_post_hoc(root)
     _check_parallel(root, ranks)
     train = root.train
     own = None if train.micro_batch_size == AUTO else train.micro_batch_size
@@ -263,16 +265,30 @@ def _check_schedule_free(root: Root, keys: Collection[str]) -> None:
             f"{chosen('lr_scheduler', schedule)} lowers a learning rate that {name} needs constant: its average of the "
             "weights does what a schedule does. Set lr_scheduler=constant, with lr_scheduler.warmup_steps."
         )
-    if root.ema.decay is not None:
-        raise ConfigError(
-            f"ema.decay={root.ema.decay} would average weights that do not count: {name} averages them itself, and its "
-            "average is sampled, validated and exported. Set ema.decay=null."
-        )
+    for key in ("decay", "post_hoc"):
+        if (value := getattr(root.ema, key)) is not None:
+            raise ConfigError(
+                f"ema.{key}={value} would average weights that do not count: {name} averages them itself, and its "
+                f"average is sampled, validated and exported. Set ema.{key}=null."
+            )
     after_steps = root.objective.get("revive_after_steps") if "objective" in keys else None
     if after_steps is not None:
         raise ConfigError(
             f"objective.revive_after_steps={after_steps} would write codes that {name} takes back, since it "
             "steps weights of its own. Set objective.revive_after_steps=null, or choose another optimizer."
+        )
+
+
+def _check_post_hoc(root: Root) -> None:
+    """Check that checkpoints of the whole training stay, of which averages are built afterwards."""
+    kept = root.checkpoint
+    is_saved = kept.every_steps is not None or kept.every_epochs is not None
+    stays = kept.keep_last is None or kept.keep_every_steps is not None
+    if root.ema.post_hoc is not None and not (is_saved and stays):
+        raise ConfigError(
+            f"ema.post_hoc={root.ema.post_hoc} is for checkpoints from all of the training, and with checkpoint."
+            f"every_steps={kept.every_steps} checkpoint.keep_last={kept.keep_last} only the newest stay. Set "
+            "checkpoint.keep_every_steps, e.g. to a sixteenth of the steps, and checkpoint.keep_optimizer=false."
         )
 
 

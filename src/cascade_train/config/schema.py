@@ -5,11 +5,11 @@ Types, ranges and units live here, the values in `conf/`. The schema of a compon
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from cascade_train.config.limits import check_length, limit, number_or_auto
 from cascade_train.errors import ConfigError
 
 Precision = StrEnum("Precision", ["auto", "bf16", "fp32"])
@@ -26,33 +26,6 @@ TrackerName = StrEnum(
     ["none", "aim", "clearml", "comet", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"],
 )
 TrackerMode = StrEnum("TrackerMode", ["online", "offline"])
-
-AUTO = "auto"
-"""In the place of a number that the device decides."""
-
-
-def limit(config: object, node: str, *keys: str, least: float = -math.inf, above: float = -math.inf) -> None:
-    """Refuse a key of a node, or argument of a command, below `least` or not above `above`; null is neither."""
-    for key in keys:
-        value = getattr(config, key)
-        if value is not None and value != AUTO and (value < least or value <= above):
-            rule = f"{least} or more" if value < least else f"greater than {above:g}"
-            raise ConfigError(f"{node}{'.' * bool(node)}{key}={value} must be {rule}.")
-
-
-def number_or_auto(config: object, node: str, key: str, kind: type[int] | type[float]) -> None:
-    """Refuse a key of a node that is neither a number of this kind, auto nor null; make a number of its text."""
-    value = getattr(config, key)
-    if value in (AUTO, None):
-        return
-    try:
-        number = kind(str(value))
-        if not math.isfinite(number):
-            raise ValueError
-    except ValueError:
-        words = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{node}.{key}={value} must be {words}, {AUTO} or null.") from None
-    setattr(config, key, number)
 
 
 @dataclass(kw_only=True)
@@ -137,6 +110,9 @@ class EmaConfig:
     """cpu = in host memory; null = beside the weights."""
     weights: str | None = None
     """What the average starts from, in any format of model.weights; null = the weights that train."""
+    post_hoc: list[float] | None = None
+    """Lengths of averages that checkpoints keep, to build one of any length afterwards by `export average=`: standard
+    deviations of the steps averaged, relative to all steps, e.g. [0.05,0.1]; null = none."""
 
     def __post_init__(self) -> None:
         if self.weights is not None and (self.decay is None or self.start_step > 0):
@@ -147,6 +123,10 @@ class EmaConfig:
             )
         if self.decay is not None and not 0.0 < self.decay < 1.0:
             raise ConfigError(f"ema.decay={self.decay} must lie between 0 and 1, e.g. 0.999; null switches it off.")
+        for length in self.post_hoc or ():
+            check_length("ema.post_hoc", length)
+        if self.post_hoc is not None and len(set(self.post_hoc)) != max(len(self.post_hoc), 1):
+            raise ConfigError(f"ema.post_hoc={self.post_hoc} must be different lengths, e.g. [0.05,0.1]; or null.")
         limit(self, "ema", "start_step", least=0)
         limit(self, "ema", "every_steps", least=1)
 

@@ -1,7 +1,8 @@
-"""A running average of the weights, on their device or on the host, which can be swapped in for an evaluation."""
+"""Running averages of the weights, on their device or on the host: one that can be swapped in, others that are kept."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -12,60 +13,47 @@ from torch import Tensor, nn
 
 from cascade_train.distributed.parallelize import like, local, part_of, reshard
 from cascade_train.engine.checkpoint.writing import Background, HostMemory
+from cascade_train.engine.power_function import decay_at, exponent_of
 
 
-class Ema:
-    """A running average in fp32 of named parameters.
+class RunningAverages(ABC):
+    """Averages in fp32 of named parameters: average <- (1 - share) * average + share * weights, every `every_steps`.
 
-    ema <- decay * ema + (1 - decay) * weights, every `every_steps` optimizer steps; before `start_step` the
-    average is a plain copy (Stable Cascade, train/base.py, which counts micro-batches instead).
-
-    `parameters` are already sharded, and `device` is that of the average; None = that of the weights.
+    `parameters` are already sharded, and `device` is that of the `count` averages; None = that of the weights.
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        *,
-        decay: float,
-        start_step: int,
-        every_steps: int,
-        device: torch.device | None,
+        self, parameters: Mapping[str, nn.Parameter], *, count: int, every_steps: int, device: torch.device | None
     ) -> None:
-        self.decay = decay
-        self.start_step = start_step
         self.every_steps = every_steps
         self._parameters = dict(parameters)
-        self._average = {
-            name: local(p.detach()).to(device=device or p.device, dtype=torch.float32, copy=True)
-            for name, p in parameters.items()
-        }
-        crosses = any(p.device.type != self._average[name].device.type for name, p in parameters.items())
+        self._averages = [
+            {
+                name: local(p.detach()).to(device=device or p.device, dtype=torch.float32, copy=True)
+                for name, p in parameters.items()
+            }
+            for _ in range(count)
+        ]
+        crosses = device is not None and any(p.device.type != device.type for p in parameters.values())
         self._beside = Background(name="average") if crosses else None
         self._copies = HostMemory()
         self._stream = torch.cuda.Stream() if crosses and torch.cuda.is_available() else None
         self._copied: torch.cuda.Event | None = None
         self._blended: Future[None] | None = None
 
-    def start_from(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Start from given names and whole, unsharded values instead; those that are not averaged are ignored."""
-        missing = set(self._average)
-        for name, value in values:
-            if name in missing:
-                missing.remove(name)
-                self._average[name].copy_(part_of(self._parameters[name], value))
-        if missing:
-            raise AssertionError(f"no value to start from for {', '.join(sorted(missing)[:5])}")
+    @abstractmethod
+    def shares(self, step: int) -> Sequence[float]:
+        """Return the share of the weights after optimizer step `step` in each average."""
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the average after optimizer step `step`; one on the host without waiting, by a stream and a thread."""
+        """Update after optimizer step `step`; what is on the host without waiting, by a stream and a thread."""
         if step % self.every_steps:
             return
-        weight = 1.0 if step < self.start_step else 1.0 - self.decay
+        shares = self.shares(step)
         weights = {name: local(p) for name, p in self._parameters.items()}
         if self._beside is None:
-            self._blend(weights, weight, None)
+            self._blend(weights, shares, None)
             return
         self.settle()
         if self._stream is not None:
@@ -73,14 +61,15 @@ class Ema:
         with torch.cuda.stream(self._stream):
             copies = self._copies.take(weights, wait=False)
             self._copied = None if self._stream is None else self._stream.record_event()
-        self._blended = self._beside.begin(partial(self._blend, copies, weight, self._copied))
+        self._blended = self._beside.begin(partial(self._blend, copies, shares, self._copied))
 
     @torch.no_grad()
-    def _blend(self, weights: Mapping[str, Tensor], weight: float, copied: torch.cuda.Event | None) -> None:
+    def _blend(self, weights: Mapping[str, Tensor], shares: Sequence[float], copied: torch.cuda.Event | None) -> None:
         if copied is not None:
             copied.synchronize()
-        averages = list(self._average.values())
-        torch._foreach_lerp_(averages, [weights[name].to(torch.float32) for name in self._average], weight)
+        wide = [weights[name].to(torch.float32) for name in self._parameters]
+        for average, share in zip(self._averages, shares, strict=True):
+            torch._foreach_lerp_(list(average.values()), wide, share)
 
     def release(self) -> None:
         """Let the device finish copying the weights, before they change; the host does not wait."""
@@ -92,6 +81,48 @@ class Ema:
         if self._blended is not None:
             self._blended.result()
             self._blended = None
+
+    def _sharded(self, average: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: like(p, average[name]) for name, p in self._parameters.items()}
+
+    def _restore(self, average: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        for name, value in average.items():
+            value.copy_(local(state[name]))
+
+
+class Ema(RunningAverages):
+    """A running average with a constant decay; before `start_step` it is a plain copy.
+
+    As Stable Cascade, train/base.py, which counts micro-batches instead.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        decay: float,
+        start_step: int,
+        every_steps: int,
+        device: torch.device | None,
+    ) -> None:
+        super().__init__(parameters, count=1, every_steps=every_steps, device=device)
+        self.decay = decay
+        self.start_step = start_step
+        (self._average,) = self._averages
+
+    def shares(self, step: int) -> Sequence[float]:
+        """Return the share of the weights after optimizer step `step`."""
+        return [1.0 if step < self.start_step else 1.0 - self.decay]
+
+    def start_from(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Start from given names and whole, unsharded values instead; those that are not averaged are ignored."""
+        missing = set(self._average)
+        for name, value in values:
+            if name in missing:
+                missing.remove(name)
+                self._average[name].copy_(part_of(self._parameters[name], value))
+        if missing:
+            raise AssertionError(f"no value to start from for {', '.join(sorted(missing)[:5])}")
 
     @contextmanager
     def swapped(self, roots: Sequence[nn.Module]) -> Iterator[None]:
@@ -122,10 +153,52 @@ class Ema:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the average by parameter name, sharded like the parameters."""
         self.settle()
-        return {name: like(p, self._average[name]) for name, p in self._parameters.items()}
+        return self._sharded(self._average)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned."""
         self.settle()
-        for name, average in self._average.items():
-            average.copy_(local(state[name]))
+        self._restore(self._average, state)
+
+
+class PowerFunctionAverages(RunningAverages):
+    """Running averages of several lengths by power functions of the step, which checkpoints keep (power_function.py).
+
+    They forget where training began: the first update takes the weights whole.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        lengths: Sequence[float],
+        every_steps: int,
+        device: torch.device | None,
+    ) -> None:
+        super().__init__(parameters, count=len(lengths), every_steps=every_steps, device=device)
+        self.lengths = tuple(lengths)
+        self._exponents = [exponent_of(length) for length in lengths]
+
+    def shares(self, step: int) -> Sequence[float]:
+        """Return the share of the weights after optimizer step `step` in the average of each length."""
+        return [1.0 - decay_at(exponent, step, self.every_steps) for exponent in self._exponents]
+
+    @torch.no_grad()
+    def combined(self, coefficients: Sequence[float]) -> dict[str, Tensor]:
+        """Return this rank's part of the sum of the averages, each times its coefficient, by parameter name."""
+        self.settle()
+        total = {name: torch.zeros_like(value) for name, value in self._averages[0].items()}
+        for average, coefficient in zip(self._averages, coefficients, strict=True):
+            torch._foreach_add_(list(total.values()), list(average.values()), alpha=coefficient)
+        return total
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return each average by its length and parameter name, sharded like the parameters."""
+        self.settle()
+        return {str(each): self._sharded(value) for each, value in zip(self.lengths, self._averages, strict=True)}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restore what `state_dict` returned."""
+        self.settle()
+        for length, average in zip(self.lengths, self._averages, strict=True):
+            self._restore(average, state[str(length)])

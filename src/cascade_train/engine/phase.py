@@ -28,7 +28,7 @@ from cascade_train.distributed.parallelize import (
     shard_of,
     total_norm,
 )
-from cascade_train.engine.average import Ema
+from cascade_train.engine.average import Ema, PowerFunctionAverages
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.lr_schedule import LrSchedule
 from cascade_train.engine.optimizer import Averaging, Estimating, can_withhold, fill_state, progress, settings
@@ -52,7 +52,8 @@ class BoundPhase:
 
     The modules of `phase` are sharded already. `base_lr` is the learning rate before the schedule, `lrs` that of roots
     with their own, by name, and `lr_factor` tells the factor on it of a weight, by name; gradients are scaled down
-    above the global norm `max_grad_norm`, None = never.
+    above the global norm `max_grad_norm`, None = never. `ema` is swapped in where the phase is looked at, `post_hoc`
+    only kept in checkpoints.
     """
 
     phase: Phase
@@ -64,6 +65,7 @@ class BoundPhase:
     max_grad_norm: float | None
     lrs: Mapping[str, float] = field(default_factory=dict)
     lr_factor: Callable[[str], float] = field(default=lambda _: 1.0)
+    post_hoc: PowerFunctionAverages | None = None
 
     def __post_init__(self) -> None:
         self.roots = list(self.phase.modules.values())
@@ -121,15 +123,16 @@ class BoundPhase:
                 parameters, lr = group["params"], group["lr"]
                 group.clear()
                 group.update(begun, params=parameters, lr=lr)
-        if self.ema is not None:
-            self.ema.release()
+        running = [each for each in (self.ema, self.post_hoc) if each is not None]
+        for each in running:
+            each.release()
         lend(zip(self.parameters.values(), self._updated.values(), strict=True))
         self.optimizer.step()
         self.clear_gradients()
-        if self.ema is not None:
-            self.ema.update(step)
+        for each in running:
+            each.update(step)
             if self.phase.rewritten:
-                self.ema.release()
+                each.release()
         rates = {"lr": self.base_lr * factor, **{f"lr_{root}": lr * factor for root, lr in self.lrs.items()}}
         if isinstance(self.optimizer, Estimating):
             rates["d_lr"] = rates["lr"] * self.optimizer.estimate()
@@ -156,7 +159,8 @@ class BoundPhase:
         if optimizer and averages:
             state["optimizer"]["weights"] = {name: weights[name] for name in averages}
         state["weights"] = {**weights, **averages}
-        return state if self.ema is None else {**state, "ema": self.ema.state_dict()}
+        kept = {"ema": self.ema, "post_hoc": self.post_hoc}
+        return state | {name: each.state_dict() for name, each in kept.items() if each is not None}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -169,6 +173,16 @@ class BoundPhase:
             self._load_optimizer(state["optimizer"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
+        if self.post_hoc is not None:
+            self.post_hoc.load_state_dict(state["post_hoc"])
+
+    @torch.no_grad()
+    def replace_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Put this rank's parts of others in the place of the weights and of their average. Collective."""
+        reshard(self.roots)
+        self.ema = None
+        for name, value in values.items():
+            local(self.parameters[name]).copy_(value)
 
     @contextmanager
     def averaging(self) -> Iterator[None]:

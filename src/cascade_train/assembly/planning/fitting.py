@@ -22,8 +22,8 @@ from cascade_train.assembly.planning.devices import CONTEXT_BYTES, Budget, as_gb
 from cascade_train.assembly.planning.memory import Memory, memory_of, over_ranks
 from cascade_train.assembly.planning.rehearsal import Rehearsed, unloaded
 from cascade_train.config.groups import typed_keys
+from cascade_train.config.limits import AUTO
 from cascade_train.config.saved import CONFIG_NAME
-from cascade_train.config.schema import AUTO
 from cascade_train.config.targets import class_constant
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.process_group import World
@@ -200,7 +200,8 @@ def _computed(cfg: DictConfig, values: Values, budget: Budget, sizes: Sequence[i
 
 def exact_savings(cfg: DictConfig, budget: Budget) -> Iterator[Values]:
     """Yield savings that leave a run's numbers as they are, the cheapest first."""
-    if budget.on_cuda and cfg.ema.decay is not None and cfg.ema.device is None:
+    averages = cfg.ema.decay is not None or cfg.ema.post_hoc is not None
+    if budget.on_cuda and averages and cfg.ema.device is None:
         yield {"ema.device": "cpu"}
     if not cfg.activation_checkpointing and _builds_network(cfg):
         yield {"activation_checkpointing": True}

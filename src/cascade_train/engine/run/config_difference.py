@@ -47,6 +47,7 @@ ADDED = {
     "train.base_weights": None,
     "memory.budget_gb": None,
     "memory.allow_overflow": False,
+    "ema.post_hoc": None,
 }
 """Options that configs of earlier versions lack, and the values with which those ran."""
 
