@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from cascade_train.commands.export import ExportArgs, export
 from cascade_train.engine.checkpoint.folder import read_manifest
 from tests.distributed.resume_hooks import NOT_FINITE, SPIKING
 from tests.distributed.test_modes import NARROW, fork, said
@@ -18,6 +19,7 @@ STOP = random.Random("where two ranks stop").randrange(1, STEPS)
 SHORT = (
     *(*NARROW, "train.micro_batch_size=2", "data.samples=24", "ema.decay=0.5", "ema.start_step=2", "log.every_steps=1"),
     *(f"train.max_steps={STEPS}", "checkpoint.keep_last=null", "data.num_workers=1", "parallel=fsdp"),
+    "ema.post_hoc=[0.05,0.2]",
 )
 EXACT = ("task=finetune", *SHORT, "objective=adaptive", f"checkpoint.every_steps={STOP}")
 LORA = ("task=lora", *SHORT, "model.weights={base}", "task.dropout=0.5", "optimizer.lr=1e-2", "train.precision=bf16")
@@ -67,6 +69,18 @@ def test_fewer_ranks_with_other_micro_batches_continue_with_the_same_samples(run
     weights = exported_weights(runs / "alone_of_base")
     for name, value in exported_weights(runs / "base").items():
         torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_an_average_is_built_alike_from_checkpoints_of_two_ranks_and_of_one(runs, tmp_path):
+    """STEPS are few, so that the length is between the two that are kept."""
+    for name in ("base", "alone_of_base"):
+        args = ExportArgs(source=str(runs / name), average=0.1, out=str(tmp_path / name / "export"))
+        assert export(args) == 0
+    alone, own = exported_weights(tmp_path / "alone_of_base"), exported_weights(runs / "base")
+    found = exported_weights(tmp_path / "base")
+    for name, value in found.items():
+        torch.testing.assert_close(alone[name], value, rtol=1e-3, atol=1e-5)
+    assert any(not torch.equal(value, own[name]) for name, value in found.items())
 
 
 def test_two_ranks_roll_back_together_and_leave_the_sample_out(runs):

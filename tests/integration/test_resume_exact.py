@@ -27,6 +27,7 @@ STEPS = 3
 SHORT = (
     *("train.global_batch_size=4", "train.micro_batch_size=2", f"train.max_steps={STEPS}", "data.num_workers=0"),
     *("checkpoint.keep_last=null", "sample.every_steps=null", "ema.decay=0.5", "ema.start_step=2"),
+    "ema.post_hoc=[0.05,0.2]",
 )
 LORA = ("task=lora", "model.weights={base}", "task.rank=2", "task.dropout=0.5", "optimizer.lr=1e-2")
 TOKENS = 'task.train_tokens=[["[sides]","^left</w>"],["^(red|on|background)</w>",null]]'
@@ -39,7 +40,14 @@ RUNS = {
     ),
     "lora": (*LORA, "train.precision=bf16", "activation_checkpointing=true"),
     "schedule_free": (
-        *(*LORA, "ema.decay=null", "optimizer=schedule_free", "optimizer.lr=1e-2", "lr_scheduler.warmup_steps=2"),
+        *(
+            *LORA,
+            "ema.decay=null",
+            "ema.post_hoc=null",
+            "optimizer=schedule_free",
+            "optimizer.lr=1e-2",
+            "lr_scheduler.warmup_steps=2",
+        ),
         *("validate.share=0.3", "validate.samples=2", "validate.every_steps=1", "validate.logsnr=[0]"),
     ),
     "tokens": (

@@ -184,13 +184,12 @@ class PowerFunctionAverages(RunningAverages):
         return [1.0 - decay_at(exponent, step, self.every_steps) for exponent in self._exponents]
 
     @torch.no_grad()
-    def combined(self, coefficients: Sequence[float]) -> dict[str, Tensor]:
-        """Return this rank's part of the sum of the averages, each times its coefficient, by parameter name."""
+    def add_to(self, total: dict[str, Tensor], coefficients: Sequence[float]) -> None:
+        """Add the averages, each times its coefficient, to this rank's parts of a sum, by parameter name."""
         self.settle()
-        total = {name: torch.zeros_like(value) for name, value in self._averages[0].items()}
         for average, coefficient in zip(self._averages, coefficients, strict=True):
-            torch._foreach_add_(list(total.values()), list(average.values()), alpha=coefficient)
-        return total
+            for name, value in average.items():
+                total[name] = total[name].add_(value, alpha=coefficient) if name in total else value * coefficient
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return each average by its length and parameter name, sharded like the parameters."""

@@ -180,9 +180,10 @@ class BoundPhase:
     def replace_weights(self, values: Mapping[str, Tensor]) -> None:
         """Put this rank's parts of others in the place of the weights and of their average. Collective."""
         reshard(self.roots)
-        self.ema = None
         for name, value in values.items():
             local(self.parameters[name]).copy_(value)
+        if self.ema is not None:
+            self.ema.load_state_dict(values)
 
     @contextmanager
     def averaging(self) -> Iterator[None]:

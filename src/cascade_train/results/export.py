@@ -97,10 +97,10 @@ def restore_average(
         shares = coefficients[number * len(lengths) :][: len(lengths)]
         for phase, total in zip(phases, totals, strict=True):
             if phase.post_hoc is not None:
-                for name, value in phase.post_hoc.combined(shares).items():
-                    total[name] = total[name].add_(value) if name in total else value
+                phase.post_hoc.add_to(total, shares)
     for phase, total in zip(phases, totals, strict=True):
-        phase.replace_weights(total)
+        if total:
+            phase.replace_weights(total)
     log.info("The average %g is built from %d checkpoints; its profile differs by %.2g.", length, len(by_update), error)
 
 

@@ -39,6 +39,8 @@ RANGES = {
     "train.max_grad_norm=0": r"train.max_grad_norm=0.0 must be greater than 0",
     "ema.decay=1": r"ema.decay=1.0 must lie between 0 and 1, e.g. 0.999; null switches it off",
     "ema.weights=a": r"ema.weights=a has no effect: .* with ema.decay=None there may be none",
+    "ema.post_hoc=[0.1,0.3]": r"ema.post_hoc=0.3 must lie between 0 and 0.2887: it is the standard deviation of the",
+    "ema.post_hoc=[0.1,0.1]": r"ema.post_hoc=\[0.1, 0.1\] must be different lengths, e.g. \[0.05,0.1\]; or null",
     "ema.every_steps=0": r"ema.every_steps=0 must be 1 or more",
     "ema.start_step=-1": r"ema.start_step=-1 must be 0 or more",
     "parallel.shard_size=0": r"parallel.shard_size=0 must be 1 or more",

@@ -273,6 +273,10 @@ def test_what_is_free_of_a_schedule_takes_none_and_no_second_average():
         checked(*FREE, "lr_scheduler=cosine")
     with pytest.raises(ConfigError, match=r"ema.decay=0.9 would average weights that do not count: ScheduleFreeAdamW"):
         checked(*FREE, "ema.decay=0.9")
+    with pytest.raises(
+        ConfigError, match=r"ema.post_hoc=\[0.1\] would average weights that do not count: ScheduleFree"
+    ):
+        checked(*FREE, "ema.post_hoc=[0.1]", "checkpoint.keep_last=null")
     codes = ("model=a_tiny", "task=reconstruction", "objective=vqgan", "optimizer=schedule_free")
     assert checked(*codes, "objective.revive_after_steps=null").objective.revive_after_steps is None
     with pytest.raises(

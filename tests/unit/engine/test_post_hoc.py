@@ -1,0 +1,182 @@
+"""Averages by power functions in a training: what they are, what checkpoints keep of them, what is built from those."""
+
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from cascade_train.distributed.parallelize import local
+from cascade_train.distributed.process_group import process_group
+from cascade_train.engine.average import PowerFunctionAverages
+from cascade_train.engine.checkpoint.folder import Retention
+from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.checkpoint.writing import Background
+from cascade_train.engine.phase import averaged
+from cascade_train.engine.power_function import exponent_of
+from cascade_train.errors import ConfigError
+from cascade_train.results.export import restore_average
+from tests.unit.engine.faults.test_rollback import rollback
+from tests.unit.engine.test_loop import build_trainer, weights
+from tests.unit.engine.toy import ToyTask
+
+LENGTHS = (0.05, 0.1)
+
+
+def build(world, directory, lengths=LENGTHS, every=1, device=None, **options):
+    trainer = build_trainer(world, directory, **options)
+    (phase,) = trainer.phases
+    phase.post_hoc = PowerFunctionAverages(phase.parameters, lengths=lengths, every_steps=every, device=device)
+    return trainer
+
+
+def flat(values):
+    return torch.cat([local(value).flatten() for value in values.values()])
+
+
+def average(trainer, length):
+    return flat(trainer.phases[0].post_hoc.state_dict()[str(length)])
+
+
+def restore(trainer, step, length, lengths=LENGTHS, every=1):
+    cfg = SimpleNamespace(ema=SimpleNamespace(post_hoc=lengths, every_steps=every))
+    restore_average(cfg, trainer.store, trainer.phases, trainer.task, step=step, length=length)
+    return weights(trainer)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_averages_are_sums_of_all_weights_that_there_were(world, tmp_path, every):
+    trainer = build(world, tmp_path, every=every, max_steps=30)
+    feed, history = iter(trainer.feed), []
+    for step in range(1, 31):
+        trainer.train_step(next(feed))
+        history += [weights(trainer).double()] if step % every == 0 else []
+    for length in LENGTHS:
+        times = np.arange(len(history) + 1) / len(history)
+        shares = torch.from_numpy(np.diff(times ** (exponent_of(length) + 1)))
+        expected = sum(share * each for share, each in zip(shares, history, strict=True))
+        torch.testing.assert_close(average(trainer, length).double(), expected, rtol=1e-6, atol=1e-7)
+    assert (average(trainer, 0.05) - average(trainer, 0.1)).abs().max() > 1e-3
+
+
+def test_nothing_else_changes_where_averages_are_kept(world, tmp_path):
+    with_them, without = build(world, tmp_path / "a"), build_trainer(world, tmp_path / "b")
+    for trainer in (with_them, without):
+        trainer.run()
+    found, expected = with_them.phases[0].state_dict(), without.phases[0].state_dict()
+    assert found.keys() - expected.keys() == {"post_hoc"}
+    for key in ("weights", "ema"):
+        assert torch.equal(flat(found[key]), flat(expected[key]))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """What a toy leaves after 400 steps, with a checkpoint each 25."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    with process_group() as world:
+        build(world, folder, max_steps=400, checkpoint=25, log=100).run()
+    return folder
+
+
+@pytest.fixture
+def trained(world, directory):
+    """A toy that is not trained, with those checkpoints."""
+    return build(world, directory)
+
+
+@pytest.mark.parametrize("length", [0.03, 0.07, 0.12, 0.2])
+def test_an_average_that_was_not_kept_is_near_to_the_one_that_would_have_been(world, trained, tmp_path, length):
+    """By a thousandth of the weights, and a small part of how far the nearest of those kept lies from it."""
+    direct = build(world, tmp_path, lengths=(length,), max_steps=400, log=100)
+    direct.run()
+    expected = average(direct, length)
+    error = (restore(trained, 400, length) - expected).norm()
+    apart = min((average(trained, each) - expected).norm() for each in LENGTHS)
+    assert error < 1e-3 * expected.norm()
+    assert error < 0.05 * apart
+
+
+@pytest.mark.parametrize("step", [400, 225])
+def test_an_average_that_was_kept_is_restored_bit_for_bit(world, trained, tmp_path, step):
+    ended = build(world, tmp_path, max_steps=step, log=100)
+    ended.run()
+    for length in LENGTHS:
+        restored = restore(trained, step, length)
+        assert torch.equal(restored, average(ended, length))
+    with averaged(trained.phases):
+        assert torch.equal(weights(trained), restored), "what is exported is this one"
+
+
+def test_a_length_far_from_those_kept_is_refused(trained):
+    rule = (
+        r"average=0.28 cannot .* of \[0.05, 0.1\] in 16 checkpoints up to step 400: the nearest differs by 21%, 10% is"
+    )
+    with pytest.raises(ConfigError, match=rule):
+        restore(trained, 400, 0.28)
+
+
+def test_checkpoints_between_two_updates_count_as_one(world, tmp_path):
+    trainer = build(world, tmp_path, every=4, max_steps=10, checkpoint=1)
+    trainer.run()
+    assert torch.equal(restore(trainer, 10, 0.05, every=4), restore(trainer, 8, 0.05, every=4))
+    assert restore(trainer, 10, 0.07, every=4).isfinite().all()
+    assert restore(trainer, 3, 0.07, every=4).isfinite().all(), "before the first"
+
+
+def test_a_damaged_checkpoint_is_left_out(trained, world, tmp_path):
+    shutil.copytree(trained.store.directory, tmp_path / "checkpoints")
+    file = next((tmp_path / "checkpoints" / "step_200").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    trainer = build(world, tmp_path, max_steps=400)
+    assert torch.equal(restore(trainer, 400, 0.05), restore(trained, 400, 0.05))
+    assert not torch.equal(restore(trainer, 400, 0.12), restore(trained, 400, 0.12))
+
+
+def test_what_a_rule_keeps_builds_averages_without_the_optimizers_state(world, tmp_path):
+    def run(name, **rule):
+        trainer = build(world, tmp_path / name, max_steps=40, checkpoint=2)
+        trainer.store = CheckpointStore(trainer.store.directory, retention=Retention(**rule))
+        trainer.run()
+        return trainer
+
+    kept, every = run("kept", keep_last=1, keep_every_steps=4, keep_optimizer=False), run("every")
+    assert kept.store.steps() == list(range(4, 41, 4))
+    for step in every.store.steps():
+        if step % 4:
+            shutil.rmtree(every.store.directory / f"step_{step}")
+    assert torch.equal(restore(kept, 40, 0.12), restore(every, 40, 0.12))
+
+
+def test_a_run_that_was_killed_between_checkpoints_builds_the_same(world, tmp_path):
+    whole = build(world, tmp_path / "whole", max_steps=40, checkpoint=4)
+    whole.run()
+    killed = build(world, tmp_path / "parts", max_steps=23, checkpoint=4)
+    killed.run()
+    shutil.rmtree(killed.store.directory / "step_23")
+    again = build(world, tmp_path / "parts", max_steps=40, checkpoint=4)
+    again.restore(again.store.newest())
+    assert again.step == 20
+    again.run()
+    assert torch.equal(restore(again, 40, 0.12), restore(whole, 40, 0.12))
+
+
+def test_steps_that_were_rolled_back_are_in_no_average(world, tmp_path):
+    options = {"max_steps": 40, "checkpoint": 4, "log": 10}
+    spoiled = build(world, tmp_path / "a", task=ToyTask(("toy:90",)), **options)
+    rollback(tmp_path)[0].run(spoiled)
+    without = build(world, tmp_path / "b", **options)
+    without.feed.exclude(["toy:90"])
+    without.run()
+    for length in (*LENGTHS, 0.12):
+        assert torch.equal(restore(spoiled, 40, length), restore(without, 40, length))
+
+
+def test_averages_on_the_host_are_those_beside_the_weights(world, tmp_path, monkeypatch):
+    """A thread blends them; here from weights that pretend to lie elsewhere."""
+    beside, host = build(world, tmp_path / "a"), build(world, tmp_path / "b", device=torch.device("cpu"))
+    host.phases[0].post_hoc._beside = Background(name="average")
+    for trainer in (beside, host):
+        trainer.run()
+    for length in LENGTHS:
+        assert torch.equal(average(beside, length), average(host, length))
