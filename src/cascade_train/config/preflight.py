@@ -280,15 +280,13 @@ def _check_schedule_free(root: Root, keys: Collection[str]) -> None:
 
 
 def _check_post_hoc(root: Root) -> None:
-    """Check that checkpoints of the whole training stay, of which averages are built afterwards."""
+    """Check that checkpoints of all of the training stay, of which averages are built afterwards."""
     kept = root.checkpoint
-    is_saved = kept.every_steps is not None or kept.every_epochs is not None
-    stays = kept.keep_last is None or kept.keep_every_steps is not None
-    if root.ema.post_hoc is not None and not (is_saved and stays):
+    if root.ema.post_hoc is not None and kept.keep_last is not None and kept.keep_every_steps is None:
         raise ConfigError(
-            f"ema.post_hoc={root.ema.post_hoc} is for checkpoints from all of the training, and with checkpoint."
-            f"every_steps={kept.every_steps} checkpoint.keep_last={kept.keep_last} only the newest stay. Set "
-            "checkpoint.keep_every_steps, e.g. to a sixteenth of the steps, and checkpoint.keep_optimizer=false."
+            f"ema.post_hoc={root.ema.post_hoc} builds averages from checkpoints of all of the training, of which "
+            f"checkpoint.keep_last={kept.keep_last} keeps the newest. Set checkpoint.keep_every_steps, e.g. to a "
+            "sixteenth of the steps, and checkpoint.keep_optimizer=false."
         )
 
 
