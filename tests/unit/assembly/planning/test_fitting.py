@@ -92,9 +92,12 @@ def test_a_host_that_is_too_small_gets_no_weights():
     assert "train.master_weights" in found.values, "what needs least of all else"
 
 
+@pytest.mark.parametrize("kind", ["ema.decay=0.9", "ema.post_hoc=[0.05,0.1]"])
 @pytest.mark.parametrize(("host_gb", "average"), [(60.0, {"ema.device": "cpu"}), (0.001, {})])
-def test_an_average_goes_to_a_host_that_can_take_it_and_other_savings_are_tried_else(host_gb: float, average: dict):
-    cfg = checked(*TINY, "task=finetune", "ema.decay=0.9", "memory=auto")
+def test_an_average_goes_to_a_host_that_can_take_it_and_other_savings_are_tried_else(
+    host_gb: float, average: dict, kind: str
+):
+    cfg = checked(*TINY, "task=finetune", kind, "memory=auto", "checkpoint.keep_last=null")
     values = {**average, "activation_checkpointing": True}
     found = choose(cfg, replace(budget_for(changed(cfg, values), 4), host_gb=host_gb))
     assert (found.values, found.micro_batch_size, found.layout.host_bytes() > 0) == (values, 4, bool(average))

@@ -155,6 +155,9 @@ def test_memory_is_what_the_numbers_of_parameters_say():
     assert split.peak(1)[OPTIMIZER] == pytest.approx(2 * trained, rel=0.03)
     host, _ = memory_of(checked("model=c_tiny", "task=finetune", "ema.decay=0.9", "ema.device=cpu"))
     assert AVERAGE not in host.peak(1)
+    both = ("ema.decay=0.9", "ema.post_hoc=[0.05,0.1]", "checkpoint.keep_last=null")
+    three, _ = memory_of(checked("model=c_tiny", "task=finetune", *both))
+    assert three.peak(1)[AVERAGE] == pytest.approx(12 * trained, rel=0.03)
 
 
 def test_state_that_an_optimizer_makes_anew_in_each_step_is_its_own():
