@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cascade_train.commands.parts.command_line import Command
+from cascade_train.data.folder import Folder
+from cascade_train.data.tar.packing import pack as pack_folder
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.options import check_least
 
@@ -42,9 +44,6 @@ class PackArgs:
 
 def pack(args: PackArgs) -> int:
     """Write the tars, print what they hold and what was left out, and return 0."""
-    from cascade_train.data.folder import Folder  # heavy: torch
-    from cascade_train.data.tar.packing import pack as pack_folder
-
     name = Path(args.folder).expanduser().resolve().name.replace(".", "_") if args.name is None else args.name
     try:
         source = Folder(

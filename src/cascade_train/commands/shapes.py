@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.commands.parts.command_line import Command
+from cascade_train.data.shapes import Shapes
+from cascade_train.data.tar.members import write_tar
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.options import check_least
 
@@ -35,9 +37,6 @@ class ShapesArgs:
 
 def write_shapes(args: ShapesArgs) -> list[Path]:
     """Write the tars `shapes-000000.tar`, ... into a folder without any, and return their paths."""
-    from cascade_train.data.shapes import Shapes  # heavy: torch
-    from cascade_train.data.tar.members import write_tar
-
     check_least("samples_per_shard", args.samples_per_shard, 1, "a tar holds that many pictures")
     try:
         source = Shapes(
