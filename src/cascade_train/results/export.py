@@ -104,7 +104,7 @@ def export_combined(
         first, second = (load_parts(each, world).stage for each in (model, other))
     check_same_latents(model, Fingerprint.of(first), other, Fingerprint.of(second))
     states = [_stored(each, stage, dtype) for each, stage in ((model, first), (other, second))]
-    _print_error(out / COMBINED, first.save_combined(states[0], second, states[1], out / COMBINED))
+    _print_error(out / COMBINED, second.save_combined(states[1], first, states[0], out / COMBINED))
     return [COMBINED]
 
 

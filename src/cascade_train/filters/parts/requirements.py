@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError, install_hint
@@ -85,8 +86,6 @@ def load_weights(module: nn.Module, source: str, known: WeightsFile, *, device: 
 
 def read_tensors(path: Path, known: WeightsFile) -> dict[str, Tensor]:
     """Read tensors by name, without running code; a ConfigError where there are none."""
-    from safetensors.torch import load_file
-
     with parsing(f"{known.key}={path}:", "is neither safetensors nor a pickle of tensors", f"{COPY}. {known}"):
         state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from cascade_train.models.cascade.control import FeatureControl
 from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.image_encoder import ImageEncoder
 from cascade_train.models.cascade.previewer import Previewer
@@ -23,9 +23,6 @@ from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.initialize import Rule, unet_rule
 from cascade_train.models.stage import Conditions, Control, ControlOptions, Images, Save, Tokens, product, to_device
 from cascade_train.options import Free
-
-if TYPE_CHECKING:
-    from cascade_train.models.cascade.stage_b import StageB
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -121,8 +118,6 @@ class StageC(CascadeStage):
 
     def add_control(self, options: ControlOptions, device: torch.device) -> Control:
         """Return a control network, see `FeatureControl`."""
-        from cascade_train.models.cascade.control import FeatureControl  # heavy: files of weights
-
         return FeatureControl(self.network, options, device)
 
     def exports(self) -> Mapping[str, Save]:
@@ -130,11 +125,3 @@ class StageC(CascadeStage):
         from cascade_train.models.cascade.formats.export_pipelines import save_prior  # heavy: files of weights
 
         return {self.part: partial(save_prior, self)}
-
-    def save_combined(
-        self, state: Mapping[str, Tensor], decoder: StageB, decoder_state: Mapping[str, Tensor], directory: Path
-    ) -> float:
-        """Write this stage and a Stage B as one folder for diffusers' combined pipeline; otherwise as `save_prior`."""
-        from cascade_train.models.cascade.formats.export_pipelines import save_combined  # heavy: files of weights
-
-        return save_combined(self, state, decoder, decoder_state, directory)

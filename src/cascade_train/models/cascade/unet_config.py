@@ -117,10 +117,9 @@ class CascadeUNetConfig:
     def build(self) -> CascadeUNet:
         """Make the network on the meta device, without memory and without values."""
         from cascade_train.models.cascade.networks.unet import CascadeUNet
-        from cascade_train.models.networks.block_network import drop_probabilities
 
         with torch.device("meta"):
             network = CascadeUNet(**self.arguments)
         if self.attention_dropout == "probabilities":
-            drop_probabilities(network)
+            network.drop_probabilities()
         return network
