@@ -8,9 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from PIL.Image import Image
+from typing import TYPE_CHECKING, Any
 
 from cascade_train.commands.parts.command_line import Command, listed
 from cascade_train.commands.parts.models import PaintingArgs, find_stages
@@ -18,6 +16,9 @@ from cascade_train.config.schema import limit
 from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
 from cascade_train.files.run_folder import make_folder
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 START_STRENGTH = 0.8
 """Noise level of start images, as in the original's image_to_image.ipynb."""

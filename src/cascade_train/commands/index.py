@@ -17,7 +17,6 @@ from omegaconf import DictConfig
 from cascade_train.commands.inspect import DEFAULTS
 from cascade_train.commands.parts.command_line import Command
 from cascade_train.config.components import construct
-from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError
 from cascade_train.options import check_least
 
@@ -47,6 +46,8 @@ class IndexArgs:
 
 def index(args: IndexArgs, cfg: DictConfig) -> int:
     """Index the tars, print how many, and return 0, or 1 where `verify` found others."""
+    from cascade_train.data.webdataset import WebDataset  # heavy: numpy
+
     source = construct(cfg.data, "data")
     joined = source.joined_tars() if isinstance(source, WebDataset) else None
     if joined is None:

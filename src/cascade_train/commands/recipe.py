@@ -16,7 +16,6 @@ from cascade_train.config.recipes.reading import read_flags, read_source
 from cascade_train.config.recipes.recipe import Recipe, settle, try_out
 from cascade_train.config.recipes.systems import from_source
 from cascade_train.config.recipes.table import SYSTEMS
-from cascade_train.data.index.row_filter import parse_row_filters
 from cascade_train.errors import ConfigError
 from cascade_train.options import check_choice, check_least
 from cascade_train.redaction import printable
@@ -73,6 +72,8 @@ def import_recipe(args: ImportArgs) -> int:
 
 def translate(source: Any, args: ImportArgs) -> Recipe:
     """Return what a configuration means here; a ConfigError where it is of no known trainer, or a value is refused."""
+    from cascade_train.data.index.row_filter import parse_row_filters  # heavy: numpy
+
     system = args.system or system_of(source)
     if system is None:
         raise ConfigError(

@@ -20,7 +20,7 @@ from cascade_train.signals import while_importing
 
 def compose_and_train(argv: Sequence[str]) -> int:
     """Train what a command line describes, and return the exit code."""
-    return compose_and_run(argv, train, check=checked)
+    return compose_and_run(argv, train, checks_data=True)
 
 
 def train(cfg: DictConfig) -> int:
@@ -31,16 +31,6 @@ def train(cfg: DictConfig) -> int:
         from cascade_train.assembly import run
 
     return run.train(cfg)
-
-
-def checked(cfg: DictConfig) -> DictConfig:
-    """Return a composed configuration as preflight does; a missing file is refused before torch is imported.
-
-    Several ranks check files together later, so that all of them end with the same code. Opening the data checks again.
-    """
-    from cascade_train.config.preflight import preflight  # after Hydra: --cfg needs no checks
-
-    return preflight(cfg, checks_data=_is_alone())
 
 
 def _is_alone() -> bool:

@@ -48,7 +48,8 @@ def preflight(
     Values that the model supplies are set: `train.precision` where it is auto, `sample.guidance_scale` where it is
     null. A `train.micro_batch_size` of auto stays, until the device decides it.
     The `components` of these keys are imported, where `run.allowed_packages` has their packages, and constructed for
-    what they refuse. `checks_data`: files of the data too, once the data is checked, and before what needs torch.
+    what they refuse. `checks_data`: of one process, files of the data too, once the data is checked, and
+    before what needs torch; several ranks check them together later, so that all of them end with the same code.
 
     `cfg` is as composed by Hydra, and is not changed. Without `ranks`, the processes are those of torchrun, else 1.
 
@@ -67,7 +68,7 @@ def preflight(
     OmegaConf.resolve(resolved)
     _check_typed(root, resolved)
     derived = [key for key, value in written.items() if "${" in str(value)]
-    _check_components(root, components, derived=derived, checks_data=checks_data)
+    _check_components(root, components, derived=derived, checks_data=checks_data and ranks == 1)
     _check_data_fits(root)
     _check_run(root)
     _check_libraries(resolved)

@@ -19,7 +19,8 @@ from cascade_train.batch import Batch
 from cascade_train.diffusion.objective import Diffused, Objective
 from cascade_train.diffusion.sampler import ImageNoise, sample
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.models.stage import Conditions, Images, Products, Stage, Steering, Tokens
+from cascade_train.models.control import Conditions, Steering
+from cascade_train.models.stage import Images, Products, Stage, Tokens
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.options import Share, check_fields
 from cascade_train.tasks.base import Draws, Guide, Painter, Phase, Predictor, SampleSettings, StepOutput, Task, weighted

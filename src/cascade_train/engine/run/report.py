@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from PIL import Image
 
 from cascade_train.engine.checkpoint.folder import EVALUATIONS, CheckpointFolder, evaluations, whole_manifest
 from cascade_train.engine.run.config_difference import find_differences
@@ -189,7 +188,7 @@ def noise_levels(folders: Mapping[str, Path]) -> list[Data]:
     """Return the unweighted loss over logSNR that the newest grids have a chart of, by label."""
     found = []
     for label, folder in _pick_evenly(folders, MOST_LEVELS):
-        picture: Any = _open_picture(folder / "loss_by_logsnr.png")
+        picture = _open_picture(folder / "loss_by_logsnr.png")
         with suppress(AttributeError, ValueError, LookupError, TypeError):  # damaged, or none of ours
             points = read_json(picture.info["points"])
             x, y = points["x"], points["y"]
@@ -235,7 +234,10 @@ def _embed_picture(path: Path) -> tuple[str | None, str]:
     return url, redact(str(picture.info.get("caption", "")))
 
 
-def _open_picture(path: Path) -> Image.Image | None:
+def _open_picture(path: Path) -> Any:
+    """Return a picture of Pillow, None where it is damaged."""
+    from PIL import Image  # the list of commands needs none of it
+
     try:
         with open_regular(path, limit=PICTURE_BYTES) as file, Image.open(file) as picture:
             picture.load()

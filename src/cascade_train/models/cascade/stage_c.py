@@ -19,9 +19,10 @@ from cascade_train.models.cascade.image_encoder import ImageEncoder
 from cascade_train.models.cascade.previewer import Previewer
 from cascade_train.models.cascade.semantic_compressor import SemanticCompressor
 from cascade_train.models.cascade.unet_config import CascadeUNetConfig
+from cascade_train.models.control import Conditions, Control, ControlOptions
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.initialize import Rule, unet_rule
-from cascade_train.models.stage import Conditions, Control, ControlOptions, Images, Save, Tokens, product, to_device
+from cascade_train.models.stage import Images, Save, Tokens, product, to_device
 from cascade_train.options import Free
 
 
@@ -43,13 +44,17 @@ class CascadeStage(DenoisingStage):
     semantic_compressor: SemanticCompressor
 
     def _build_network(self, dtype: torch.dtype) -> None:
-        from cascade_train.models.cascade.networks.response_norm import set_kernels  # heavy: diffusers
-
         super()._build_network(dtype)
-        set_kernels(self.network, self.kernels)
+        self.network.set_kernels(self.kernels)
 
     def _rule(self) -> Rule:
         return unet_rule(self.network_config.residual_blocks)
+
+    def _pipelines(self) -> Any:
+        """Return the module that writes pipelines of diffusers."""
+        from cascade_train.models.cascade.formats import export_pipelines  # heavy: diffusers
+
+        return export_pipelines
 
     def _text_of(self, tokens: Tokens) -> dict[str, Tensor]:
         """Return `clip_text` (B, L, D) and `clip_text_pooled` (B, 1, D)."""
@@ -122,6 +127,4 @@ class StageC(CascadeStage):
 
     def exports(self) -> Mapping[str, Save]:
         """Return `prior`, a folder that diffusers' prior pipeline loads."""
-        from cascade_train.models.cascade.formats.export_pipelines import save_prior  # heavy: files of weights
-
-        return {self.part: partial(save_prior, self)}
+        return {self.part: partial(self._pipelines().save_prior, self)}
