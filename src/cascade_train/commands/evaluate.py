@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from cascade_train.commands.parts.command_line import Command, listed
 from cascade_train.commands.parts.models import PaintingArgs, find_stages
 from cascade_train.config.saved import load_saved_config
-from cascade_train.config.schema import limit
 from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
-from cascade_train.options import check_choice
+from cascade_train.options import check_choice, limit
 
 if TYPE_CHECKING:
     from cascade_train.results.evaluation.verdict import Verdict

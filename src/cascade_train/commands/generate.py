@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from cascade_train.commands.parts.command_line import Command, listed
 from cascade_train.commands.parts.models import PaintingArgs, find_stages
-from cascade_train.config.schema import limit
 from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
 from cascade_train.files.run_folder import make_folder
+from cascade_train.options import limit
 
 if TYPE_CHECKING:
     from PIL.Image import Image

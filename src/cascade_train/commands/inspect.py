@@ -14,9 +14,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from cascade_train.commands.parts.command_line import Command
-from cascade_train.config.schema import limit
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.options import check_choice
+from cascade_train.options import check_choice, limit
 
 FAULTS = ("unreadable", "duplicates", "near", "empty", "long")
 """What may be listed for data.quarantine."""

@@ -19,8 +19,7 @@ from cascade_train.assembly.planning.devices import DEVICES
 from cascade_train.commands.parts.command_line import Command
 from cascade_train.config.arguments import declared_roles
 from cascade_train.config.preflight import preflight
-from cascade_train.config.schema import limit
-from cascade_train.options import check_choice
+from cascade_train.options import check_choice, limit
 
 if TYPE_CHECKING:
     from cascade_train.assembly.planning.plan import Plan

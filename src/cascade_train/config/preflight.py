@@ -25,9 +25,11 @@ from cascade_train.config.components import (
     missing_message,
 )
 from cascade_train.config.groups import chosen, did_you_mean, option_files, option_targets
-from cascade_train.config.schema import AUTO, COMPONENTS, ParallelMode, Precision, Root, TrackerName
+from cascade_train.config.schema import COMPONENTS, ParallelMode, Precision, Root
+from cascade_train.config.schema_outputs import TrackerName
 from cascade_train.config.targets import check_targets, class_constant, components_in, is_component
 from cascade_train.errors import ConfigError, install_hint
+from cascade_train.options import AUTO
 
 EXTRAS = {
     "tracker.name": {str(name): str(name) for name in TrackerName if name != "none"} | {"comet": "comet_ml"},

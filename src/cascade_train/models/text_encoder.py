@@ -5,6 +5,7 @@ Shape legend: B batch, P pieces of captions, L text tokens, D width.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,6 +256,13 @@ def causal_mask(keep_BL: Tensor) -> Tensor:
 def token_ids(tokenizer: Any, captions: Sequence[str]) -> list[list[int]]:
     """Return the ids of captions without start and end."""
     return tokenizer(list(captions), add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def tokenizer_of_length(encoder: Any) -> Any:
+    """Return a copy of a tower's tokenizer that pads to `max_tokens`: pipelines have no other place for that length."""
+    copied = copy.deepcopy(encoder.tokenizer)
+    copied.model_max_length = encoder.max_tokens
+    return copied
 
 
 def clip_tokenizer(folder: str | Path, **options: Any) -> Any:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from cascade_train.config.preflight import guidance_scale, preflight
-from cascade_train.config.schema import limit
 from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
+from cascade_train.options import limit
 
 if TYPE_CHECKING:
     from cascade_train.results.find import TrainedModel

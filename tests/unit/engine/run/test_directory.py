@@ -515,9 +515,7 @@ def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path, monke
     git("init", "-q")
     code = tmp_path / "code.py"
     code.write_text("a = 1\n")
-    assert environment._git_commit.__wrapped__(code) is None, (
-        "not tracked, as in a venv inside a checkout"
-    )
+    assert environment._git_commit.__wrapped__(code) is None, "not tracked, as in a venv inside a checkout"
     git("add", "code.py")
     git("commit", "-qm", "one")
     commit = git("rev-parse", "HEAD")
