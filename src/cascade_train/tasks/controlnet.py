@@ -21,7 +21,8 @@ from cascade_train.models.control import Bottleneck, Conditions, Control, Contro
 from cascade_train.models.stage import Stage
 from cascade_train.options import File, Share
 from cascade_train.tasks.base import Export, Guide, ImageMaker, Phase, Predictor
-from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage
+from cascade_train.tasks.prepared import PreparedBatch
+from cascade_train.tasks.text_to_image import TextToImage
 
 
 @dataclass(frozen=True, kw_only=True)
