@@ -25,13 +25,9 @@ def compose_and_train(argv: Sequence[str]) -> int:
 
 def train(cfg: DictConfig) -> int:
     """Train one checked configuration."""
-    if _is_alone():
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         check_folder(Path(cfg.run.dir).absolute())
     with while_importing():
         from cascade_train.assembly import run
 
     return run.train(cfg)
-
-
-def _is_alone() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) == 1
