@@ -25,6 +25,8 @@ from cascade_train.options import Share, check_fields
 from cascade_train.tasks.base import Draws, Guide, Painter, Phase, Predictor, SampleSettings, StepOutput, Task, weighted
 from cascade_train.tasks.prepared import PreparedBatch, latent_mask, repeated_twice
 
+__all__ = ["DiffusionPainter", "PreparedBatch", "TextToImage"]
+
 
 @dataclass(kw_only=True, eq=False)
 class TextToImage(Task):

@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -16,8 +16,8 @@ from cascade_train.errors import ConfigError, install_hint
 from cascade_train.files.hub import parse_source
 from cascade_train.files.untrusted import COPY, check_floating, parsing
 
-if TYPE_CHECKING:
-    from onnxruntime import InferenceSession
+Session = Any
+"""onnxruntime's `InferenceSession`; the library has no types."""
 
 PACKAGES = {"cv2": "OpenCV", "onnxruntime": "onnxruntime"}
 """Usual names of the libraries of the extra `filters`."""
@@ -98,7 +98,7 @@ def read_tensors(path: Path, known: WeightsFile) -> dict[str, Tensor]:
 
 
 @cache
-def open_session(source: str, known: WeightsFile) -> InferenceSession:
+def open_session(source: str, known: WeightsFile) -> Session:
     """Open a network once in each process, on one thread; a ConfigError if it cannot be run."""
     import onnxruntime
 
