@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cascade_train import __version__
+import cascade_train
 from cascade_train.signals import set_handlers, stop_at_once
 
 GC_THRESHOLD = 100_000
@@ -44,7 +44,7 @@ def is_training(argv: Sequence[str]) -> bool:
 def launch(argv: Sequence[str]) -> int:
     """Run `argv` in this process, without signal handlers of its own, and return the exit code."""
     if "--version" in argv:
-        sys.stdout.write(f"cascade-train {__version__}\n")
+        sys.stdout.write(f"cascade-train {cascade_train.__version__}\n")
         return 0
     if is_training(argv):
         from cascade_train.commands.train import compose_and_train
