@@ -30,7 +30,8 @@ from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.stage import Conditions, Stage, Tokens
 from cascade_train.tasks.base import StepOutput
 from cascade_train.tasks.finetune import Finetune
-from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage
+from cascade_train.tasks.prepared import PreparedBatch
+from cascade_train.tasks.text_to_image import TextToImage
 
 QUANTILE, QUANTILE_TOLERANCE = 0.995, 2e-5
 """Nearly all final weights are this close; AdamW magnifies rounding of the few whose gradient is almost zero."""

@@ -21,7 +21,8 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 
 from cascade_train.commands.parts.command_line import ALIASES, Command
-from cascade_train.config.help import attribute_docs, commands, meaning_of
+from cascade_train.config.groups import commands
+from cascade_train.config.help import attribute_docs, meaning_of
 from cascade_train.config.recipes.recipe import Kind, shown
 from cascade_train.config.recipes.table import SYSTEMS, load_table
 from cascade_train.config.schema import Root

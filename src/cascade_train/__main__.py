@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import cascade_train
 from cascade_train.signals import set_handlers, stop_at_once
 
 GC_THRESHOLD = 100_000
@@ -43,15 +44,12 @@ def is_training(argv: Sequence[str]) -> bool:
 def launch(argv: Sequence[str]) -> int:
     """Run `argv` in this process, without signal handlers of its own, and return the exit code."""
     if "--version" in argv:
-        from importlib.metadata import version
-
-        sys.stdout.write(f"cascade-train {version('cascade-train')}\n")
+        sys.stdout.write(f"cascade-train {cascade_train.__version__}\n")
         return 0
     if is_training(argv):
-        from cascade_train.commands.train import checked, train
-        from cascade_train.config.launch import compose_and_run
+        from cascade_train.commands.train import compose_and_train
 
-        return compose_and_run(argv[1:] if argv[:1] == ["train"] else argv, train, check=checked)
+        return compose_and_train(argv[1:] if argv[:1] == ["train"] else argv)
     from cascade_train.commands.parts.command_line import run_command
 
     return run_command(argv)

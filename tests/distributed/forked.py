@@ -33,8 +33,8 @@ from cascade_train.__main__ import launch
 from cascade_train.assembly import model
 from cascade_train.assembly import run as build
 from cascade_train.distributed import sharded
-from cascade_train.distributed.gloo import Gather, Scatter
 from cascade_train.distributed.parallelize import local
+from cascade_train.distributed.sharded import Gather, Scatter
 from cascade_train.engine.loop import Trainer
 from cascade_train.engine.phase import averaged
 from cascade_train.models.formats.weights import StoredTensors

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cascade_train.distributed.gloo import Gather, Scatter
 from cascade_train.distributed.process_group import process_group
+from cascade_train.distributed.sharded import Gather, Scatter
 
 NUMBERS = 5
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from cascade_train.__main__ import launch
@@ -72,17 +73,13 @@ def test_a_changed_setting_is_found_at_its_first_step_and_in_the_checkpoint_behi
 
 
 def test_tensors_are_measured(capsys):
-    import torch
-
-    from cascade_train.commands.compare import _difference
-
     one = torch.tensor([3.0, 4.0, float("nan")])
-    assert _difference(one, one.clone()) is None
-    assert _difference(one[:2], torch.tensor([3.0, 4.5])) == "1 of 2 values, 1.0e-01 of its norm"
-    assert _difference(one, torch.tensor([3.0, 4.5, float("nan")])) == "1 of 3 values"
-    assert _difference(one, one.half()) == "torch.float32 (3,) and torch.float16 (3,)"
-    assert _difference(1, 1.0) == "1 and 1.0"
-    assert _difference([0.9, 0.99], [0.9, 0.99]) is None
+    assert loading._difference(one, one.clone()) is None
+    assert loading._difference(one[:2], torch.tensor([3.0, 4.5])) == "1 of 2 values, 1.0e-01 of its norm"
+    assert loading._difference(one, torch.tensor([3.0, 4.5, float("nan")])) == "1 of 3 values"
+    assert loading._difference(one, one.half()) == "torch.float32 (3,) and torch.float16 (3,)"
+    assert loading._difference(1, 1.0) == "1 and 1.0"
+    assert loading._difference([0.9, 0.99], [0.9, 0.99]) is None
 
 
 def test_entries_of_a_checkpoint_are_what_the_run_exported(run):

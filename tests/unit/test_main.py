@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cascade_train.config.help import commands
+from cascade_train.config.groups import commands
 from tests.warm.programs import warm_programs
 
 TINY = ("model=c_tiny", "task=lora")

@@ -51,7 +51,7 @@ from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import remove_abandoned
 from cascade_train.models.stage import Stage
 from cascade_train.tasks.base import ImageMaker, Task
-from cascade_train.tasks.text_to_image import latent_mask
+from cascade_train.tasks.prepared import latent_mask
 
 LIBRARIES = ("cascade-train", "torch", "torchvision", "transformers", "diffusers", "numpy", "pillow")
 """Whose versions a manifest records."""

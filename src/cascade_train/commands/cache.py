@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from cascade_train.commands.parts.command_line import Command
-from cascade_train.config.limits import limit
 from cascade_train.errors import ConfigError
+from cascade_train.options import limit
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,6 @@ cascade-train compare runs/x runs/y
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,9 +14,8 @@ from typing import Any
 
 from cascade_train.commands.parts.command_line import Command
 from cascade_train.config.saved import CONFIG_NAME
-from cascade_train.engine.checkpoint.folder import CheckpointFolder, Manifest, find_fault, read_manifest
+from cascade_train.engine.checkpoint.folder import CheckpointFolder, Manifest, read_manifest
 from cascade_train.engine.run.config_difference import describe, find_differences, flatten
-from cascade_train.errors import RunError
 from cascade_train.files.run_folder import run_named
 from cascade_train.files.untrusted import load_mapping, read_mapping, read_rows
 
@@ -63,7 +61,7 @@ def compare(args: CompareArgs) -> int:
     where = f"at step {manifests[0].step}"
     data = "\n".join(f"  {line}" for line in data_differences(*manifests))
     _show("Data", data, f"equal {where}", f"differ {where}")
-    tensors = list(islice(tensor_differences(checkpoints, manifests), MOST_SHOWN + 1))
+    tensors = _differing_tensors(checkpoints, manifests)
     more = "\n  …" * (len(tensors) > MOST_SHOWN)
     shown = "\n".join(f"  {line}" for line in tensors[:MOST_SHOWN]) + more
     _show("Checkpoints", shown, f"equal {where}", f"differ {where}")
@@ -105,45 +103,13 @@ def data_differences(one: Manifest, other: Manifest) -> Iterator[str]:
         yield f"{each.key}: {what}"
 
 
-def tensor_differences(paths: tuple[Path, Path], manifests: tuple[Manifest, Manifest]) -> Iterator[str]:
-    """Yield how each entry of two checkpoints differs, the optimizers' last; equal files are not read."""
+def _differing_tensors(paths: tuple[Path, Path], manifests: tuple[Manifest, Manifest]) -> list[str]:
+    """Return the first lines on entries that differ; equal files are not read."""
     if manifests[0].files == manifests[1].files:
-        return
-    from cascade_train.engine.checkpoint.loading import load_entry, optimizer_keys, read_table  # heavy: torch
+        return []
+    from cascade_train.engine.checkpoint.loading import tensor_differences  # heavy: torch
 
-    for path in paths:
-        if fault := find_fault(path):
-            raise RunError(f"{path} cannot be compared, because it is damaged: {fault}")
-    tables = [read_table(path, manifest) for path, manifest in zip(paths, manifests, strict=True)]
-    last = optimizer_keys(tables[0]) | optimizer_keys(tables[1])
-    keys = dict.fromkeys([*tables[0].state_dict_metadata, *tables[1].state_dict_metadata])
-    for key in sorted(keys, key=last.__contains__):
-        missing = [path for path, table in zip(paths, tables, strict=True) if key not in table.state_dict_metadata]
-        if missing:
-            yield f"{key}: not in {missing[0]}"
-            continue
-        line = _difference(*(load_entry(path, table, key) for path, table in zip(paths, tables, strict=True)))
-        if line is not None:
-            yield f"{key}: {line}"
-
-
-def _difference(one: Any, other: Any) -> str | None:
-    """Return how two entries of a checkpoint differ; None = not."""
-    from torch import Tensor, equal  # heavy
-
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return None if type(one) is type(other) and one == other else f"{one} and {other}"
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
-    if equal(one, other):
-        return None
-    off = (one != other) & ~((one != one) & (other != other))  # NaN beside NaN is equal
-    if not off.any():
-        return None
-    norm = float(one.double().norm())
-    apart = float((one.double() - other.double()).norm())
-    relative = f", {apart / norm:.1e} of its norm" if norm > 0 and math.isfinite(apart) else ""
-    return f"{int(off.sum()):,} of {one.numel():,} values{relative}"
+    return list(islice(tensor_differences(paths, manifests), MOST_SHOWN + 1))
 
 
 def _split(data: Mapping[str, Any]) -> dict[str, Any]:

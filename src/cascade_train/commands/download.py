@@ -16,6 +16,7 @@ from cascade_train.commands.parts.command_line import Command, with_defaults
 from cascade_train.config.groups import did_you_mean, option_files, option_targets
 from cascade_train.config.launch import parser
 from cascade_train.config.overrides import searching
+from cascade_train.config.saved import composed
 from cascade_train.config.targets import class_constant
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import WebFile, announced_hash, free_bytes, unavailable
@@ -94,14 +95,12 @@ def _named(origin: str) -> Iterator[None]:
 
 def _items(rest: list[str]) -> list[_Item]:
     """Return each file once, in the order in which models load them, and then the networks of evaluations."""
-    from cascade_train.assembly.components import build_parts  # heavy: torch and everything above it
-    from cascade_train.assembly.model import weight_specs
-    from cascade_train.config.saved import composed
+    from cascade_train.assembly import components, model  # heavy: torch and everything above it
 
     found: list[_Item] = []
     for overrides in runs_of(*with_config_dir(rest)):
         cfg = composed(overrides, may_miss=True)
-        for spec in weight_specs(cfg, build_parts(cfg)):
+        for spec in model.weight_specs(cfg, components.build_parts(cfg)):
             found += [] if local_path(spec.source).exists() else _of_hub(spec)
     for key, network in [NETWORKS[word] for word in rest if word in NETWORKS]:
         found += _of_hub(network) if isinstance(network, WeightsSpec) else [_of_web(key, network)]

@@ -5,24 +5,19 @@ cascade-train evaluate from=runs/x prompts=@captions.csv real=photos features=in
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cascade_train.commands.parts.command_line import Command, listed
 from cascade_train.commands.parts.models import PaintingArgs, find_stages
-from cascade_train.config.limits import limit
-from cascade_train.config.saved import CONFIG_NAME, load_saved_config
+from cascade_train.config.saved import load_saved_config
 from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
-from cascade_train.files.run_folder import exported_step, is_run
-from cascade_train.options import check_choice
+from cascade_train.options import check_choice, limit
 
 if TYPE_CHECKING:
-    from cascade_train.results.evaluation.judge import Settings
     from cascade_train.results.evaluation.verdict import Verdict
-    from cascade_train.results.find import TrainedModel
 
 
 @dataclass(kw_only=True)
@@ -79,13 +74,11 @@ class EvaluateArgs(PaintingArgs):
         limit(self, "", "max_wait_hours", above=0.0)
         self.prompts = read_prompts(self.prompts)
 
-    def settings(self, model: TrainedModel) -> Settings:
-        """Return how a model is evaluated."""
-        from cascade_train.results.evaluation.judge import Settings, measurable  # heavy: torch and everything above it
-
-        own = ("count", "samples", "real_samples", "seed", "batch_size", "height", "width", "compression")
-        values = {key: getattr(self, key) for key in (*own, "features", "resize", "clip", "lpips")}
-        return measurable(Settings(**values, prompts=tuple(self.prompts), real=tuple(listed(self.real))), model)
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of `Settings`."""
+        keys = ("count", "samples", "real_samples", "seed", "batch_size", "height", "width", "compression")
+        values = {key: getattr(self, key) for key in (*keys, "features", "resize", "clip", "lpips")}
+        return {**values, "prompts": tuple(self.prompts), "real": tuple(listed(self.real))}
 
 
 def evaluate(args: EvaluateArgs) -> int:
@@ -100,62 +93,19 @@ def judged(args: EvaluateArgs) -> Verdict | None:
     Raises:
         ConfigError: no trained stage where one is named, settings that do not fit it, or nothing to compare with.
     """
-    from cascade_train.results.evaluation.watch import wait_for_run  # heavy: torch and everything above it
-    from cascade_train.results.find import run_of
+    from cascade_train.results.evaluation import watch  # heavy: torch and everything above it
 
     key, named = ("from", str(args.source)) if args.watch is None else ("watch", args.watch)
     if args.watch is not None:
-        wait_for_run(Path(args.watch), max_wait_hours=args.max_wait_hours)
-    run = run_of(Path(named))
-    if run is not None and run.name == "export" and (run.parent / CONFIG_NAME).is_file():
-        run = run.parent
-    run = run if run is not None and is_run(run) else None  # None = published weights, or an export that was moved
+        watch.wait_for_run(Path(args.watch), max_wait_hours=args.max_wait_hours)
+    run, out = watch.find_run(Path(named)), None if args.out is None else Path(args.out)
     if args.watch is None and args.checkpoint is None:
-        return _judge_weights(args, run)
+        return watch.judge_weights(args.settings(), *find_stages(args), run, out=out, track=args.track)
     if run is None:
         raise ConfigError(f"{key}={named}: is no run. Name the folder of a run.")
-    return _judge_checkpoints(args, run, key)
-
-
-def _judge_weights(args: EvaluateArgs, run: Path | None) -> Verdict:
-    """Judge what a run exported, or other weights."""
-    from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
-    from cascade_train.results.evaluation.judge import Judge, locked
-    from cascade_train.results.evaluation.verdict import publish
-    from cascade_train.results.evaluation.watch import checkpoint_stamp
-
-    model, decoder = find_stages(args)
-    step = None if run is None else exported_step(run)
-    name = "export" if step is None else f"step_{step}"
-    out, stamp = Path("evaluation"), None
-    if run is not None:
-        out, stamp = run / "evaluation" / name, checkpoint_stamp(run / "checkpoints" / name)  # of the same weights
-    out = out if args.out is None else Path(args.out)
-    with process_group() as world, locked(out, world):
-        found = Judge(args.settings(model), world).judge(model, decoder, out, run=run, stamp=stamp)
-        publish(found, out, run=run, step=step, track=args.track, is_main=world.is_main)
-    return found
-
-
-def _judge_checkpoints(args: EvaluateArgs, run: Path, key: str) -> Verdict | None:
-    """Judge one checkpoint of a run, or each as it appears."""
-    from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
-    from cascade_train.results.evaluation.judge import Judge
-    from cascade_train.results.evaluation.watch import Watched, watch
-    from cascade_train.results.find import TrainedModel
-
-    cfg = load_saved_config(run, allow_any_target=args.allow_any_target, key=key)
-    model, decoder = find_stages(args, TrainedModel(origin=f"{key}={run}", cfg=cfg, export=None))
-    out = run / "evaluation" if args.out is None else Path(args.out)
-    with process_group() as world:
-        judge = Judge(args.settings(model), world)
-        watched = Watched(run=run, model=model, decoder=decoder, out=out, track=args.track)
-        if args.checkpoint is not None:
-            return watched.judge(judge, args.checkpoint, world)
-        count = watch(watched, judge, world, max_wait_hours=args.max_wait_hours)
-    if world.is_main:
-        sys.stdout.write(f"{count} checkpoints of {run} judged\n")
-    return None
+    stages = find_stages(args, f"{key}={run}", load_saved_config(run, allow_any_target=args.allow_any_target, key=key))
+    which = args.checkpoint, args.max_wait_hours
+    return watch.judge_checkpoints(args.settings(), *stages, run, *which, out=out, track=args.track)
 
 
 COMMAND = Command(arguments=EvaluateArgs, run=evaluate, many_ranks=True)

@@ -6,23 +6,19 @@ cascade-train generate from=runs/lora-c_tiny prompts=[…]
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cascade_train.commands.parts.command_line import Command, listed
 from cascade_train.commands.parts.models import PaintingArgs, find_stages
-from cascade_train.config.limits import limit
 from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
 from cascade_train.files.run_folder import make_folder
+from cascade_train.options import limit
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-    from cascade_train.results.paint import PromptBatch
-
 
 START_STRENGTH = 0.8
 """Noise level of start images, as in the original's image_to_image.ipynb."""
@@ -94,8 +90,7 @@ def painted(args: GenerateArgs, out: str | None) -> list[Image]:
     Raises:
         ConfigError: no trained stage where one is named, or arguments that it refuses.
     """
-    from cascade_train.distributed.process_group import process_group
-    from cascade_train.results.paint import fit_sizes, paint, paint_cascade  # heavy: torch and everything above it
+    from cascade_train.results import paint  # heavy: torch and everything above it
 
     model, decoder = find_stages(args)
     if args.variation is not None and model.cfg.model.get("image_encoder") is None:
@@ -103,48 +98,23 @@ def painted(args: GenerateArgs, out: str | None) -> list[Image]:
             f"variation={args.variation}: {model.origin} has no image encoder (model.image_encoder), so that no "
             "image's embedding is a condition of it. Use a Stage C with one, such as c_1b or c_3b, or start_image=…."
         )
-    sizes = fit_sizes(model, decoder, height=args.height, width=args.width, compression=args.compression)
-    orders = make_orders(args, sizes.painted, model.cfg.model.image_size)
-    with process_group() as world:
-        folder = None if out is None else make_folder(Path(out))
-        if decoder is None:
-            images = paint(model, orders, sizes=sizes, seed=args.seed, world=world)
-        else:
-            images = paint_cascade(model, decoder, orders, sizes=sizes, seed=args.seed, world=world)
-    if folder is not None:
-        write(images, args, folder)
-    return images
-
-
-def write(images: list[Image], args: GenerateArgs, folder: Path) -> None:
-    """Write images by the numbers of their prompts, and a grid of them all."""
-    from cascade_train.engine.sampling import compose_grid
-
-    for place, image in enumerate(images):
-        image.save(folder / f"{place // args.count:02d}_{place % args.count:02d}.png")
-    columns = {f"image {number}": images[number :: args.count] for number in range(args.count)}
-    compose_grid(args.prompts, columns).save(folder / "grid.png")
-
-
-def make_orders(args: GenerateArgs, size: tuple[int, int], side: int) -> Iterator[PromptBatch]:
-    """Yield batches to sample, with their pictures cropped to `size`, those of variations to squares of `side`."""
-    from cascade_train.results.paint import GuideFiles, PromptBatch
-
-    files = GuideFiles(
+    sizes = paint.fit_sizes(model, decoder, height=args.height, width=args.width, compression=args.compression)
+    files = paint.GuideFiles(
         key="image" if args.control is None else "control",
         paths=listed(args.image) or listed(args.control),
         strength=args.strength,
         starts=listed(args.start_image),
         start_strength=START_STRENGTH if args.start_strength is None else args.start_strength,
         variations=listed(args.variation),
-        size=size,
-        side=side,
+        size=sizes.painted,
+        side=model.cfg.model.image_size,
     )
-    jobs = [(prompt, number) for prompt in range(len(args.prompts)) for number in range(args.count)]
-    for start in range(0, len(jobs), args.batch_size):
-        prompts, numbers = zip(*jobs[start : start + args.batch_size], strict=True)
-        captions = tuple(args.prompts[prompt] for prompt in prompts)
-        yield PromptBatch(captions=captions, numbers=numbers, guide=files.guide(prompts, numbers))
+    batches = paint.batches_of(args.prompts, files, count=args.count, batch_size=args.batch_size)
+    folder = None if out is None else make_folder(Path(out))
+    images = paint.paint_alone(model, decoder, batches, sizes=sizes, seed=args.seed)
+    if folder is not None:
+        paint.write_images(images, args.prompts, folder)
+    return images
 
 
 COMMAND = Command(arguments=GenerateArgs, run=generate, many_ranks=True)

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from cascade_train.commands.inspect import DEFAULTS
 from cascade_train.commands.parts.command_line import Command
+from cascade_train.config.components import construct
 from cascade_train.errors import ConfigError
 from cascade_train.options import check_least
 
@@ -45,10 +46,9 @@ class IndexArgs:
 
 def index(args: IndexArgs, cfg: DictConfig) -> int:
     """Index the tars, print how many, and return 0, or 1 where `verify` found others."""
-    from cascade_train.assembly.components import build_component  # heavy: torch
-    from cascade_train.data.webdataset import WebDataset
+    from cascade_train.data.webdataset import WebDataset  # heavy: numpy
 
-    source = build_component(cfg, "data")
+    source = construct(cfg.data, "data")
     joined = source.joined_tars() if isinstance(source, WebDataset) else None
     if joined is None:
         raise ConfigError(

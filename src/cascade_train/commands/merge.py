@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.commands.parts.command_line import Command, listed
-from cascade_train.commands.parts.models import WeightsArgs, print_error
+from cascade_train.commands.parts.models import WeightsArgs
 from cascade_train.errors import ConfigError
 
 
@@ -42,21 +42,14 @@ class MergeArgs(WeightsArgs):
 
 def merge(args: MergeArgs) -> int:
     """Write the merged weights, read them back, print the relative error, and return 0."""
-    from cascade_train.models.formats.export import DTYPES, save_network  # heavy: torch and diffusers
-    from cascade_train.models.formats.export_lora import merge_all
-    from cascade_train.models.formats.weights import load_state
-    from cascade_train.results.find import stored_network
-
     out = Path(args.out)
     for path in out.rglob("*"):
         if path.is_file() and path.suffix not in (".json", ".safetensors"):
             raise ConfigError(f"out={out} contains {path.relative_to(out)}, which would be lost. Give another folder.")
-    network = stored_network(args.source, model=args.model, key="from", allow_any_target=args.allow_any_target)
-    config = dict(network.config)
-    state = load_state(network, args.source, dtype=DTYPES.get(args.dtype or ""), key="from")
-    merge_all(network, state, listed(args.lora), args.strengths(), key="lora", module_filters=args.module_filters)
-    format = "original" if out.suffix == ".safetensors" else "diffusers"
-    print_error(out, save_network(network.family, state, config, out, format=format))
+    from cascade_train.results import export as exports  # heavy: torch and everything above it
+
+    of_weights = {key: getattr(args, key) for key in ("model", "module_filters", "dtype", "allow_any_target")}
+    exports.merge(args.source, listed(args.lora), args.strengths(), out, **of_weights)
     return 0
 
 

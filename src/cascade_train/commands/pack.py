@@ -42,26 +42,12 @@ class PackArgs:
 
 def pack(args: PackArgs) -> int:
     """Write the tars, print what they hold and what was left out, and return 0."""
-    from cascade_train.data.folder import Folder  # heavy: torch
-    from cascade_train.data.tar.packing import pack as pack_folder
+    from cascade_train.data.tar import packing  # heavy: numpy
 
     name = Path(args.folder).expanduser().resolve().name.replace(".", "_") if args.name is None else args.name
     try:
-        source = Folder(
-            image_size=1,
-            crop="center",
-            shuffle_window_shards=1,
-            num_workers=0,
-            worker_start="fork",
-            path=args.folder,
-            caption_from=args.caption_from,  # type: ignore[arg-type] # checked by the source
-            metadata=True,
-            index_dir=None,
-            row_filters=None,
-        )
-        packed = pack_folder(
-            source, Path(args.out), name=name, samples_per_shard=args.samples_per_shard, seed=args.seed
-        )
+        options = {key: getattr(args, key) for key in ("caption_from", "samples_per_shard", "seed")}
+        packed = packing.pack(args.folder, Path(args.out), name=name, **options)
     except OSError as error:
         raise RunError(f"out={args.out}: {error}") from error
     except ValueError as error:  # the source names the keys of a run

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.assembly.planning.devices import DEVICES
-from cascade_train.commands.inspect import library_log
 from cascade_train.commands.parts.command_line import Command
 from cascade_train.config.arguments import declared_roles
-from cascade_train.config.limits import limit
 from cascade_train.config.preflight import preflight
-from cascade_train.options import check_choice
+from cascade_train.options import check_choice, limit
 
 if TYPE_CHECKING:
     from cascade_train.assembly.planning.plan import Plan
@@ -59,14 +57,9 @@ def plan(args: PlanArgs, cfg: DictConfig) -> int:
 def planned(args: PlanArgs, cfg: DictConfig) -> Plan:
     """Return the plan of a configuration from `checked`; a ConfigError where the run would be refused."""
     from cascade_train.assembly.planning.plan import make_plan  # heavy: torch and everything above it
-    from cascade_train.assembly.planning.samples import Samples, look
 
     assert args.ranks is not None
-    samples = Samples(notes=["not opened"])
-    if args.samples:
-        with library_log() as log:
-            samples = look(cfg, log, ranks=args.ranks)
-    return make_plan(cfg, ranks=args.ranks, device=args.device, samples=samples)
+    return make_plan(cfg, ranks=args.ranks, device=args.device, opens_data=args.samples)
 
 
 def checked(args: PlanArgs, cfg: DictConfig) -> DictConfig:

@@ -13,6 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from cascade_train.commands import export
 from cascade_train.commands.parts.command_line import Command, listed
 from cascade_train.config.saved import CONFIG_NAME, recipe_of
 from cascade_train.config.sweeps.runs import LOSS, Result, ended_runs, key_of, metric_of, ranked
@@ -70,9 +71,7 @@ def report(args: ReportArgs) -> int:
         raise RunError(f"{unwritten(path, error)}. Choose another out.") from error
     sys.stdout.write(f"{path} shows {folder}\n")
     if best is not None:
-        from cascade_train.commands.export import ExportArgs, export
-
-        export(ExportArgs(source=str(best), out=args.promote, allow_any_target=args.allow_any_target))
+        export.export(export.ExportArgs(source=str(best), out=args.promote, allow_any_target=args.allow_any_target))
     return 0
 
 

@@ -7,10 +7,8 @@ Each sample is KEY.png, KEY.txt, and KEY.json with the words of the scene. The s
 
 from __future__ import annotations
 
-import io
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cascade_train.commands.parts.command_line import Command
 from cascade_train.errors import ConfigError, RunError
@@ -35,12 +33,11 @@ class ShapesArgs:
 
 def write_shapes(args: ShapesArgs) -> list[Path]:
     """Write the tars `shapes-000000.tar`, ... into a folder without any, and return their paths."""
-    from cascade_train.data.shapes import Shapes  # heavy: torch
-    from cascade_train.data.tar.members import write_tar
+    from cascade_train.data import shapes as drawn  # heavy: numpy
 
     check_least("samples_per_shard", args.samples_per_shard, 1, "a tar holds that many pictures")
     try:
-        source = Shapes(
+        source = drawn.Shapes(
             image_size=args.image_size,
             crop="center",
             shuffle_window_shards=1,
@@ -51,25 +48,7 @@ def write_shapes(args: ShapesArgs) -> list[Path]:
         )
     except ValueError as error:
         raise ConfigError(str(error).replace("data.", "")) from error
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    if any(out.glob("shapes-*.tar")):
-        raise ConfigError(f"out={out} holds shapes-*.tar already: remove them or choose another folder")
-    firsts = range(0, args.samples, args.samples_per_shard)
-
-    def encoded(row: int) -> dict[str, Any]:
-        scene, caption, picture = source.draw(row)
-        file = io.BytesIO()
-        picture.save(file, format="png")
-        return {"__key__": f"{row:07d}", "png": file.getvalue(), "txt": caption, "json": asdict(scene)}
-
-    return [
-        write_tar(
-            out / f"shapes-{i:06d}.tar",
-            map(encoded, range(first, min(first + args.samples_per_shard, args.samples))),
-        )
-        for i, first in enumerate(firsts)
-    ]
+    return drawn.write_tars(source, Path(args.out), args.samples_per_shard)
 
 
 def shapes(args: ShapesArgs) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import difflib
 import functools
@@ -137,3 +138,11 @@ def unknown_hint(node: str, key: str, known: Iterable[str]) -> str:
     near = did_you_mean(key, known, f"{node}.")
     options = [] if near.startswith(" Did you mean") else options_with(node, key)
     return f" It is a key of {' and '.join(f'{node}={o}' for o in options)}." if options else near
+
+
+@functools.cache
+def commands() -> dict[str, str]:
+    """Return the commands by name, each with the first line of its file."""
+    files = sorted((Path(cascade_train.__file__).parent / "commands").glob("[!_]*.py"))
+    docs = {file.stem: ast.get_docstring(ast.parse(file.read_bytes())) or "" for file in files}
+    return {name: doc.partition("\n")[0] for name, doc in docs.items()}

@@ -18,9 +18,8 @@ from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-import cascade_train
 from cascade_train.config.arguments import HYDRA_KEYS
-from cascade_train.config.groups import conf_dir, group_options, groups
+from cascade_train.config.groups import commands, conf_dir, group_options, groups
 from cascade_train.config.schema import Root
 
 WIDTH, INDENT = 120, 42
@@ -42,14 +41,6 @@ HEAD = "Train any part of Stable Cascade: cascade-train group=option ... key=val
 FOOT = """Quote values with braces, spaces or symbols: 'data.urls="a-{000..005}.tar"'.
 --cfg job prints the composed configuration, --info defaults shows where it comes from, --multirun a=1,2 sweeps.
 """
-
-
-@functools.cache
-def commands() -> dict[str, str]:
-    """Return the commands by name, each with the first line of its file."""
-    files = sorted((Path(cascade_train.__file__).parent / "commands").glob("[!_]*.py"))
-    docs = {file.stem: ast.get_docstring(ast.parse(file.read_bytes())) or "" for file in files}
-    return {name: doc.partition("\n")[0] for name, doc in docs.items()}
 
 
 def help_text(cfg: DictConfig) -> str:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 import hydra
@@ -23,10 +24,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from cascade_train.config.error_messages import code_of, noted, other_name
-from cascade_train.config.groups import NESTED, conf_dir, groups
+from cascade_train.config.groups import NESTED, commands, conf_dir, groups
 from cascade_train.config.overrides import HYDRAS_OWN, check_not_expanded, given_values, with_paths_quoted
 from cascade_train.config.schema import Root
-from cascade_train.config.sweep import check_launcher, is_main, save_redacted
+from cascade_train.config.sweep import MULTIRUN, check_launcher, is_main, save_redacted
 from cascade_train.config.sweeps.runs import place_run
 from cascade_train.config.sweeps.slurm import adopt_slurm_step, one_thread_a_rank, slurm_jobs_followed
 from cascade_train.errors import ConfigError
@@ -51,12 +52,13 @@ def compose_and_run(
     *,
     remedy: str = CONTINUED,
     check: Callable[[DictConfig], DictConfig] | None = None,
+    checks_data: bool = False,
 ) -> int:
     """Run one command line and return the exit code.
 
     `train` is called with each composed and checked configuration and returns an exit code: 0 done, 1 runtime failure,
     2 invalid configuration, 75 stopped and saved, 130 interrupted (docs/stopping.md). `remedy` follows the message that
-    it was interrupted. `check` checks in the place of preflight.
+    it was interrupted. `check` checks in the place of preflight, whose `checks_data` is given.
     """
     prepare_process()
     argv = with_implied_choices(with_paths_quoted(argv))
@@ -74,7 +76,7 @@ def compose_and_run(
             with while_importing():  # not before, since what only shows a configuration needs none of it
                 from cascade_train.config.preflight import preflight
 
-                ready = (check or preflight)(cfg)
+                ready = preflight(cfg, checks_data=checks_data) if check is None else check(cfg)
             show_log(logging.INFO if is_main() else logging.WARNING)
             with _full_errors("1" if raw else None):
                 code = noted(train(ready))
@@ -106,6 +108,14 @@ def compose_and_run(
         if raw:
             raise
         return code_of(error, remedy=remedy)
+
+
+@contextmanager
+def leaving_no_results(argv: Sequence[str]) -> Iterator[list[str]]:
+    """Yield a command line whose sweep leaves no folder, for commands that train nothing; others as they are."""
+    with TemporaryDirectory() as folder:
+        more = [f"hydra.sweep.dir={folder}", "~hydra.callbacks.sweep"] if MULTIRUN & set(argv) else []
+        yield [*argv, *more]
 
 
 def prepare_process() -> None:
@@ -205,13 +215,10 @@ EXAMPLE = {"model": "c_tiny", "task": "finetune"}
 def _arguments(argv: Sequence[str]) -> AbstractContextManager[None]:
     """Let Hydra read `argv` from sys within the block; refuse a flag that it does not know, and a command."""
     overrides = parser().parse_intermixed_args(argv).overrides
-    if words := [word for word in overrides if word.isidentifier()]:
-        from cascade_train.config.help import commands
-
-        if command := next((word for word in words if word in commands()), None):
-            raise ConfigError(
-                f"{command!r} is a command and comes first: cascade-train {command} …; --help lists its keys."
-            )
+    if command := next((word for word in overrides if word.isidentifier() and word in commands()), None):
+        raise ConfigError(
+            f"{command!r} is a command and comes first: cascade-train {command} …; --help lists its keys."
+        )
     check_overrides(overrides)
     flags = [argument for argument in argv if argument not in overrides]
     return replaced(sys, "argv", [sys.argv[0], *overrides, *flags])  # Hydra refuses flags between overrides

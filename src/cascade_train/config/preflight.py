@@ -11,7 +11,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from cascade_train.config.components import (
     missing_message,
 )
 from cascade_train.config.groups import chosen, did_you_mean, option_files, option_targets
-from cascade_train.config.limits import AUTO
-from cascade_train.config.schema import COMPONENTS, ParallelMode, Precision, Root, TrackerName
+from cascade_train.config.schema import COMPONENTS, ParallelMode, Precision, Root
+from cascade_train.config.schema_outputs import TrackerName
 from cascade_train.config.targets import check_targets, class_constant, components_in, is_component
 from cascade_train.errors import ConfigError, install_hint
+from cascade_train.options import AUTO
 
 EXTRAS = {
     "tracker.name": {str(name): str(name) for name in TrackerName if name != "none"} | {"comet": "comet_ml"},
@@ -42,14 +43,15 @@ def preflight(
     *,
     ranks: int | None = None,
     components: Collection[str] = COMPONENTS,
-    check_data: Callable[[Root], None] = lambda root: None,
+    checks_data: bool = False,
 ) -> DictConfig:
     """Check a composed configuration and return it resolved.
 
     Values that the model supplies are set: `train.precision` where it is auto, `sample.guidance_scale` where it is
     null. A `train.micro_batch_size` of auto stays, until the device decides it.
     The `components` of these keys are imported, where `run.allowed_packages` has their packages, and constructed for
-    what they refuse. `check_data` is called once the data is checked, and before what needs torch.
+    what they refuse. `checks_data`: of one process, files of the data too, once the data is checked, and
+    before what needs torch; several ranks check them together later, so that all of them end with the same code.
 
     `cfg` is as composed by Hydra, and is not changed. Without `ranks`, the processes are those of torchrun, else 1.
 
@@ -68,7 +70,7 @@ def preflight(
     OmegaConf.resolve(resolved)
     _check_typed(root, resolved)
     derived = [key for key, value in written.items() if "${" in str(value)]
-    _check_components(root, components, derived=derived, check_data=check_data)
+    _check_components(root, components, derived=derived, checks_data=checks_data and ranks == 1)
     _check_data_fits(root)
     _check_run(root)
     _check_libraries(resolved)
@@ -98,9 +100,7 @@ def _check_typed(root: Root, cfg: DictConfig) -> None:
             raise ConfigError(f"{key}={value} must be a finite number. Where a thing can be switched off, null does.")
 
 
-def _check_components(
-    root: Root, keys: Collection[str], *, derived: Collection[str], check_data: Callable[[Root], None]
-) -> None:
+def _check_components(root: Root, keys: Collection[str], *, derived: Collection[str], checks_data: bool) -> None:
     """Check every component node against its constructor: that of the data first, which needs no torch.
 
     A value of a key in `derived` follows another key: what else is refused is reported before it.
@@ -122,7 +122,7 @@ def _check_components(
         check_is_component(key, node)
     if "data" in nodes:
         check("data")
-    if not refused:
+    if checks_data and not refused:
         check_data(root)
     others = {key: node for key, node in nodes.items() if key != "data"}
     check_targets(others, allowed)
@@ -374,3 +374,17 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{path}[{position}]")
     else:
         yield path, node
+
+
+def check_data(root: Root) -> None:
+    """Check that the data of a run exists; a ConfigError names what is missing."""
+    held_out = [] if root.validate.urls is None else [{**root.data, "urls": list(root.validate.urls)}]
+    try:
+        sources = [construct(node, "data") for node in [root.data, *held_out]]
+    except ConfigError:
+        return  # a value, not a file: refused where the run builds its parts, the model's first
+    try:
+        for source in sources:
+            source.check()
+    except OSError:
+        return  # opening the data names the file

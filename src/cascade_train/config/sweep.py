@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -69,14 +68,6 @@ def check_launcher(argv: Sequence[str]) -> None:
     missing = [command for command in ("sbatch", "srun") if shutil.which(command) is None]
     if missing:
         raise ConfigError(f"{ON_SLURM} needs {missing[0]}, which is not on the PATH. Start the sweep where it is.")
-
-
-@contextmanager
-def leaving_no_results(argv: Sequence[str]) -> Iterator[list[str]]:
-    """Yield a command line whose sweep leaves no folder, for commands that train nothing; others as they are."""
-    with TemporaryDirectory() as folder:
-        more = [f"hydra.sweep.dir={folder}", "~hydra.callbacks.sweep"] if MULTIRUN & set(argv) else []
-        yield [*argv, *more]
 
 
 class SweepResults(Callback):

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cascade_train.data.folder import PictureFile, PictureFolder
+from cascade_train.data.folder import PictureFolder
+from cascade_train.data.index.pictures import PictureFile
 from cascade_train.data.index.rows import Index, combine, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.webdataset import WebDataset

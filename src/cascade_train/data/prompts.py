@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,8 @@ def _lines(path: Path, where: str) -> Iterator[str]:
 
 def _cells(path: Path, column: str | None, where: str) -> Iterator[str]:
     """Yield the texts of one column of a table; the first row decides which it is."""
-    rows = _parquet_rows(path, column, where) if path.suffix.lower() == PARQUET else _table_rows(path, where)
     found: str | None = None
-    for place, values in rows:
+    for place, values in _rows(path, column, where):
         found = _column(values, column, where) if found is None else found
         value = values.get(found)
         text = value[0] if isinstance(value, list) and value else value
@@ -88,30 +87,28 @@ def _cells(path: Path, column: str | None, where: str) -> Iterator[str]:
         yield text.strip()
 
 
-def _table_rows(path: Path, where: str) -> Iterator[Row]:
-    from cascade_train.data.table import DELIMITERS, TableFile  # heavy: numpy and torch
+def _rows(path: Path, column: str | None, where: str) -> Iterator[Row]:
+    from cascade_train.data import parquet, table  # heavy: numpy
 
-    if path.suffix.lower() not in DELIMITERS:
-        known = ", ".join((TEXT, *DELIMITERS, PARQUET))
+    kind = path.suffix.lower()
+    if kind == PARQUET:
+        with parquet.open_parquet(path, key=where) as file:
+            names = list(file.schema_arrow.names)
+            column = _column(dict.fromkeys(names), column, where)
+            groups = (parquet.read_rows(file, group, [column]) for group in range(file.num_row_groups))
+            for number, values in enumerate(chain.from_iterable(groups), start=1):
+                yield partial("row {}".format, number), values
+    elif kind in table.DELIMITERS:
+        for start, _, row in table.TableFile(path, key=where, whole=True).rows():
+            yield partial(_line_at, path, start), row
+    else:
+        known = ", ".join((TEXT, *table.DELIMITERS, PARQUET))
         raise ConfigError(f"{where}: is no file that prompts are read from. Give one ending in {known}.")
-    for start, _, values in TableFile(path, key=where, whole=True).rows():
-        yield partial(_line_at, path, start), values
 
 
 def _line_at(path: Path, start: int) -> str:
     with open_regular(path) as file:
         return f"line {1 + sum(1 for _ in takewhile(lambda _: file.tell() <= start, file))}"
-
-
-def _parquet_rows(path: Path, column: str | None, where: str) -> Iterator[Row]:
-    from cascade_train.data.parquet import open_parquet, read_rows  # heavy: numpy and torch
-
-    with open_parquet(path, key=where) as file:
-        names = list(file.schema_arrow.names)
-        column = _column(dict.fromkeys(names), column, where)
-        rows = (values for group in range(file.num_row_groups) for values in read_rows(file, group, [column]))
-        for number, values in enumerate(rows, start=1):
-            yield partial("row {}".format, number), values
 
 
 def _column(columns: Mapping[str, Any], named: str | None, where: str) -> str:

@@ -7,16 +7,13 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cascade_train.errors import RunError
 from cascade_train.files.untrusted import open_regular, read_json
 from cascade_train.redaction import LONGEST_NAME, LONGEST_REASON, shortened
-
-if TYPE_CHECKING:
-    from cascade_train.batch import Unreadable
 
 FEW = 3
 """Unreadable samples that any share allows, while they are at most half of all: few samples say little."""
@@ -117,9 +114,9 @@ def sufficient_share(count: int, samples: int) -> float:
     return min(1.0, math.ceil(100 * count / samples) / 100)
 
 
-def by_reason(unreadable: Iterable[Unreadable]) -> str:
-    """Return the samples for a message, those of one reason together."""
+def by_reason(unreadable: Iterable[tuple[str, str]]) -> str:
+    """Return samples, each a name and why it could not be used, for a message: those of one reason together."""
     names: dict[str, list[str]] = {}
-    for each in dict.fromkeys(unreadable):
-        names.setdefault(each.reason, []).append(shortened(each.name, LONGEST_NAME))
+    for name, reason in dict.fromkeys(unreadable):
+        names.setdefault(reason, []).append(shortened(name, LONGEST_NAME))
     return "; ".join(f"{', '.join(same)} ({shortened(reason, LONGEST_REASON)})" for reason, same in names.items())

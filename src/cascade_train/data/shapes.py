@@ -7,9 +7,12 @@ one token each in the tokenizer that ships with the package.
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -18,6 +21,8 @@ from PIL import Image, ImageChops, ImageDraw
 from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
+from cascade_train.data.tar.members import write_tar
+from cascade_train.errors import ConfigError
 from cascade_train.options import check_least, check_share
 
 COLOURS = {
@@ -230,3 +235,24 @@ _POLYGONS: dict[str, list[tuple[float, float]]] = {
     "star": [(1.2 if i % 2 == 0 else 0.5, 36 * i) for i in range(10)],
     "cross": [(r, degrees + 90 * turn) for turn in range(4) for r, degrees in _QUARTER],
 }
+
+
+def write_tars(source: Shapes, out: Path, samples_per_shard: int) -> list[Path]:
+    """Write the tars `shapes-000000.tar`, ... into a folder without any, and return their paths."""
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.glob("shapes-*.tar")):
+        raise ConfigError(f"out={out} holds shapes-*.tar already: remove them or choose another folder")
+
+    def encoded(row: int) -> dict[str, Any]:
+        scene, caption, picture = source.draw(row)
+        file = io.BytesIO()
+        picture.save(file, format="png")
+        return {"__key__": f"{row:07d}", "png": file.getvalue(), "txt": caption, "json": asdict(scene)}
+
+    firsts = range(0, source.samples, samples_per_shard)
+    return [
+        write_tar(
+            out / f"shapes-{i:06d}.tar", map(encoded, range(first, min(first + samples_per_shard, source.samples)))
+        )
+        for i, first in enumerate(firsts)
+    ]

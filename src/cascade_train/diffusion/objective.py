@@ -18,11 +18,16 @@ from cascade_train.diffusion.bucket import Adaptive, AdaptiveParts
 from cascade_train.diffusion.distance import Distance
 from cascade_train.diffusion.loss_weight import LossWeight, MinSNRGammaLossWeight
 from cascade_train.diffusion.noise import Noise, PlainNoise
-from cascade_train.diffusion.noise_condition import NoiseCondition
-from cascade_train.diffusion.scaling import Scaling, per_sample
-from cascade_train.diffusion.schedule import DDPMSchedule, NormalSchedule, Schedule
-from cascade_train.diffusion.scheduler_config import scheduler_config
-from cascade_train.diffusion.target import EpsilonTarget, Target, VTarget, X0Target
+from cascade_train.diffusion.noise_condition import FlowTimestepCondition, NoiseCondition
+from cascade_train.diffusion.scaling import LerpScaling, Scaling, per_sample
+from cascade_train.diffusion.schedule import (
+    DDPMSchedule,
+    EDMSampleSchedule,
+    NormalSchedule,
+    RectifiedFlowSchedule,
+    Schedule,
+)
+from cascade_train.diffusion.target import EDMTarget, EpsilonTarget, RectifiedFlowTarget, Target, VTarget, X0Target
 from cascade_train.diffusion.times import Times
 from cascade_train.diffusion.timestep_bias import TimestepBias
 from cascade_train.errors import ConfigError, RunError
@@ -30,6 +35,14 @@ from cascade_train.options import check_above, check_within
 
 SHORT_NAMES: Mapping[str, type[Target]] = MappingProxyType({"epsilon": EpsilonTarget, "v": VTarget, "x0": X0Target})
 """What `MinSNRGammaLossWeight` calls them."""
+
+PREDICTION_TYPES: Mapping[type[Target], str] = MappingProxyType(
+    {EpsilonTarget: "epsilon", VTarget: "v_prediction", X0Target: "sample"}
+)
+"""What diffusers' schedulers call the targets."""
+
+_DDPM = ("beta_schedule", "beta_start", "beta_end", "num_train_timesteps", "rescale_betas_zero_snr")
+_SAMPLED = {"clip_sample": False, "set_alpha_to_one": True, "timestep_spacing": "trailing", "steps_offset": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +217,19 @@ class Objective(AdaptiveParts):
 
         With DDIM and as many steps, a divisor of the timesteps, its samples are those of `sample` with "ddim".
         """
-        return scheduler_config(self)
+        schedule, target, condition = self.schedule, self.target, self.noise_condition
+        if isinstance(schedule, DDPMSchedule) and type(target) in PREDICTION_TYPES:
+            found = {"prediction_type": PREDICTION_TYPES[type(target)], **_SAMPLED}
+            return {"_class_name": "DDIMScheduler", **{key: getattr(schedule, key) for key in _DDPM}, **found}
+        if isinstance(schedule, EDMSampleSchedule) and isinstance(target, EDMTarget):
+            low, high = schedule.sigma_range
+            levels = {"sigma_min": low, "sigma_max": high, "sigma_data": target.sigma_data, "rho": schedule.p}
+            return {"_class_name": "EDMEulerScheduler", **levels, "prediction_type": "epsilon"}
+        line = isinstance(schedule, RectifiedFlowSchedule) and isinstance(self.scaling, LerpScaling)
+        if line and isinstance(target, RectifiedFlowTarget) and isinstance(condition, FlowTimestepCondition):
+            levels = {"num_train_timesteps": condition.num_train_timesteps, "shift": schedule.shift}
+            return {"_class_name": "FlowMatchEulerDiscreteScheduler", **levels}
+        return None
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned; a RunError if the state belongs to another objective."""

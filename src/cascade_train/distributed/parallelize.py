@@ -91,9 +91,10 @@ def compile_units_of(root: nn.Module, units: Sequence[Sequence[nn.Module]], *, h
     runs without compilation, instead of a RunError.
     """
     import torch._dynamo  # takes seconds
-    from torch.fx.experimental import _config as shapes
 
-    shapes.use_duck_shape = False  # else a square first bucket, whose sides are equal, has graphs of its own
+    torch.fx.experimental._config.use_duck_shape = (
+        False  # else a square first bucket, whose sides are equal, has graphs of its own
+    )
     config: Any = torch._dynamo.config
     if isinstance(root, CompilesUnits):
         config.recompile_limit = max(config.recompile_limit, root.compile_units(each_block=has_hooks))

@@ -168,8 +168,7 @@ def dvclive(target: Destination, config: Values) -> Calls:
 
 def mlflow(target: Destination, config: Values) -> Calls:
     """Start a run on MLflow's server or in the store of its settings, or in a database of its own."""
-    from mlflow import MlflowClient
-    from mlflow.entities import Metric, Param
+    from mlflow import MlflowClient, entities
 
     store, artifacts = None, None
     if target.offline:
@@ -182,13 +181,13 @@ def mlflow(target: Destination, config: Values) -> Calls:
     if not target.beside:
         client.update_run(run_id, status="RUNNING")
     client.log_dict(run_id, config, "config.yaml")
-    settings = [Param(key, str(value)[:500]) for key, value in flatten(config).items()]
+    settings = [entities.Param(key, str(value)[:500]) for key, value in flatten(config).items()]
     for begin in range(0, len(settings) if target.run_id is None else 0, 100):  # they never change
         client.log_batch(run_id, params=settings[begin : begin + 100])
 
     def numbers(values: Values, step: int) -> None:
         now = int(1000 * time.time())
-        client.log_batch(run_id, [Metric(name, value, now, step) for name, value in values.items()])
+        client.log_batch(run_id, [entities.Metric(name, value, now, step) for name, value in values.items()])
 
     def note(text: str) -> None:
         before = client.get_run(run_id).data.tags.get("mlflow.note.content", "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +14,8 @@ from torch.nn import functional as F
 from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between
-from cascade_train.filters.parts.requirements import WeightsFile, open_session, opencv, require
+from cascade_train.filters.parts.requirements import Session, WeightsFile, open_session, opencv, require
 from cascade_train.options import File, check_least, check_share
-
-if TYPE_CHECKING:
-    from onnxruntime import InferenceSession
 
 STRIDE = 32
 """Pixels for each place of the map, as for latents of Stage C."""
@@ -82,7 +79,7 @@ class IdentityFilter(ControlFilter):
         self._sessions()
         return self._find
 
-    def _sessions(self) -> list[InferenceSession]:
+    def _sessions(self) -> list[Session]:
         """Return detector and recogniser, which are opened once in each process."""
         sessions = []
         for source, known, wanted in ((self.detector, DETECTOR, OUTPUTS), (self.recogniser, RECOGNISER, 1)):
@@ -156,7 +153,7 @@ class Faces(NamedTuple):
     landmarks: np.ndarray
 
 
-def detect(detector: InferenceSession, image: np.ndarray, *, max_faces: int) -> Faces:
+def detect(detector: Session, image: np.ndarray, *, max_faces: int) -> Faces:
     """Find faces in a picture (H, W, 3) uint8 RGB: the surest first; of too many, large ones near the middle.
 
     SCRFD (Guo et al. 2021): distances to the sides of a box and offsets of landmarks, in strides, from each place.
@@ -220,7 +217,7 @@ def prominence(boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return area - 2 * (middle**2).sum(axis=1)
 
 
-def recognise(recogniser: InferenceSession, image: np.ndarray, landmarks: np.ndarray) -> np.ndarray:
+def recognise(recogniser: Session, image: np.ndarray, landmarks: np.ndarray) -> np.ndarray:
     """Return a face's embedding, (512,) float32 of length 1, by a picture (H, W, 3) uint8 RGB and landmarks (5, 2)."""
     cv2 = opencv()
     face = cv2.warpAffine(image, similarity(landmarks, LANDMARKS), (FACE_SIDE, FACE_SIDE), borderValue=0)

@@ -8,7 +8,7 @@ Shape legend: B batch, C channels, H W image or latent size.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -122,9 +122,7 @@ class KLAutoencoder(KLOptions, LatentCodec):
                 )
 
     def _make(self) -> tuple[nn.Module, float]:
-        from diffusers import AutoencoderKL
-
-        return AutoencoderKL(**self.arguments), 1.0
+        return build_vae(self.arguments), 1.0
 
     @torch.no_grad()
     def posterior(self, image_BCHW: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,6 +201,21 @@ class VAEStage(KLOptions, AutoencoderStage):
         return {self.part: partial(save_vae, self.arguments)}
 
 
+def build_vae(config: Mapping[str, Any]) -> Any:
+    """Return diffusers' `AutoencoderKL` of these arguments, on torch's current device."""
+    from diffusers import AutoencoderKL  # heavy
+
+    return AutoencoderKL(**config)
+
+
+def converter(name: str) -> Callable[..., dict[str, Any]]:
+    """Return diffusers' function of this name that renames the original code's tensors."""
+    from diffusers.loaders import single_file_utils  # heavy
+
+    found: Callable[..., dict[str, Any]] = getattr(single_file_utils, name)
+    return found
+
+
 def fill_vae(
     module: nn.Module, source: str, config: Mapping[str, Any], *, key: str, device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -215,9 +228,7 @@ def read_vae(source: str, config: Mapping[str, Any], *, key: str) -> dict[str, T
     stored = read_belonging(source, key, "vae", lambda name: name.startswith(VAE))
     if not any("encoder.down." in name for name in stored):
         return {replace_parts(name, _RENAMED): tensor for name, tensor in stored.items()}
-    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint  # heavy
-
-    return convert_ldm_vae_checkpoint(stored, config)
+    return converter("convert_ldm_vae_checkpoint")(stored, config)
 
 
 def save_vae(config: Mapping[str, Any], state: Mapping[str, Tensor], directory: Path) -> float:
@@ -226,6 +237,4 @@ def save_vae(config: Mapping[str, Any], state: Mapping[str, Tensor], directory: 
     `state` is the whole state dict on the host, in the dtype to be written. Returns the relative difference of a fixed
     reconstruction after reading it back; a RunError leaves `directory` as it was.
     """
-    from diffusers import AutoencoderKL  # heavy
-
-    return save_model(module_around(lambda: AutoencoderKL(**config), state), directory, reconstruction)
+    return save_model(module_around(lambda: build_vae(config), state), directory, reconstruction)

@@ -5,6 +5,7 @@ Shape legend: B batch, P pieces of captions, L text tokens, D width.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,15 +170,13 @@ class TextEncoder(ClipTower):
         return getattr(self.module, "text_model", self.module)
 
     def _load_tokenizer(self) -> Any:
-        from transformers import CLIPTokenizer
-
         source = str(PACKAGED_TOKENIZER) if self.tokenizer_source is None else self.tokenizer_source
         folder, subfolder = source, ""
         try:
             if self.tokenizer_source is not None:
                 folder, subfolder = local_folder(self.weight_specs()[-1])
             padding = {} if self.pad_token is None else {"pad_token": self.pad_token}
-            tokenizer = CLIPTokenizer.from_pretrained(folder, subfolder=subfolder, **padding)
+            tokenizer = clip_tokenizer(folder, subfolder=subfolder, **padding)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{self.key}.tokenizer={source}: is neither a local folder nor a hub id that can be reached; "
@@ -259,6 +258,20 @@ def token_ids(tokenizer: Any, captions: Sequence[str]) -> list[list[int]]:
     return tokenizer(list(captions), add_special_tokens=False, verbose=False)["input_ids"]
 
 
+def tokenizer_of_length(encoder: Any) -> Any:
+    """Return a copy of a tower's tokenizer that pads to `max_tokens`: pipelines have no other place for that length."""
+    copied = copy.deepcopy(encoder.tokenizer)
+    copied.model_max_length = encoder.max_tokens
+    return copied
+
+
+def clip_tokenizer(folder: str | Path, **options: Any) -> Any:
+    """Return transformers' CLIP tokenizer from a folder."""
+    from transformers import CLIPTokenizer  # heavy
+
+    return CLIPTokenizer.from_pretrained(str(folder), **options)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenCounter:
     """Counts the tokens of captions without a text tower; `name` describes the tokenizer."""
@@ -276,14 +289,12 @@ def token_counter(source: str | None, subfolder: str | None) -> TokenCounter:
 
     `source` is a hub id or local folder, None = the packaged one; `subfolder` a folder within it.
     """
-    from transformers import CLIPTokenizer
-
     name, folder = "the packaged tokenizer", PACKAGED_TOKENIZER
     if source is not None and (found := _vocabulary_folder(source, subfolder or "")) is not None:
         name, folder = f"the tokenizer of {source}", found
     elif source is not None:
         name += f", since that of {source} is not on this machine; it finds more tokens than CLIP's"
-    return TokenCounter(name=name, tokenizer=CLIPTokenizer.from_pretrained(str(folder), local_files_only=True))
+    return TokenCounter(name=name, tokenizer=clip_tokenizer(folder, local_files_only=True))
 
 
 def _vocabulary_folder(source: str, subfolder: str) -> Path | None:

@@ -1,11 +1,13 @@
-"""Exports of trained models: of a run's checkpoint, and of several stages as one pipeline of diffusers.
+"""Exports of trained models: of a run's checkpoint, of weights and adapters in other formats, of several stages as one.
 
-What is written lives in models/formats/.
+Lives here: what is read, and which formats fit it; each is read back, and its relative error printed. Must not live
+here: how a format is written (models/formats/).
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import Tensor
 
-from cascade_train.assembly.components import build_component, build_parts
+from cascade_train.assembly.components import build_component, build_parts, families
 from cascade_train.assembly.model import build_phases
+from cascade_train.assembly.model_card import CARD, SAMPLES, write_card
 from cascade_train.assembly.run import write_exports
+from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.diffusion.target import EpsilonTarget
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.distributed.process_group import World, process_group
@@ -24,10 +28,14 @@ from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.phase import BoundPhase, restore_training_state
 from cascade_train.engine.power_function import solve
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.models.formats.export import DTYPES, build_plain_network
+from cascade_train.files.hub import push_folder
+from cascade_train.models.formats.export import DTYPES, build_plain_network, save_network
+from cascade_train.models.formats.export_lora import export_lora, merge_all
+from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
 from cascade_train.models.formats.weights import load_state
+from cascade_train.models.formats.weights_source import COMBINED, LORA_FILES, NETWORK_FILES, SINGLE_FILE
 from cascade_train.models.stage import Stage
-from cascade_train.results.find import TrainedModel
+from cascade_train.results.find import TrainedModel, find_model, run_of, stored_network, use_codec, whole_pipeline
 from cascade_train.results.paint import Fingerprint, check_same_latents, fit_sizes, load_parts
 from cascade_train.tasks.base import Task
 
@@ -35,6 +43,14 @@ log = logging.getLogger(__name__)
 
 MOST_ERROR = 0.1
 """Largest difference of the profile of an average from what was asked for, relative to it, in the L2 norm."""
+
+
+def export_run(run: Path, out: Path, *, step: int | None, average: float | None, allow_any_target: bool) -> None:
+    """Write a run's export from a checkpoint as `export_checkpoint`, and print which it was."""
+    cfg = load_saved_config(run, allow_any_target=allow_any_target)
+    with process_group() as world:
+        checkpoint = export_checkpoint(cfg, run / "checkpoints", world, step=step, average=average, out=out)
+    sys.stdout.write(f"{checkpoint.name} of {run} is exported to {out}\n")
 
 
 def export_checkpoint(
@@ -116,24 +132,31 @@ def find_checkpoint(store: CheckpointStore, step: int | None) -> Path:
     return path
 
 
-def export_combined(model: TrainedModel, decoder: TrainedModel, *, dtype: str | None, out: Path) -> float:
-    """Write Stage C and Stage B, with its Stage A, as one folder for diffusers' combined pipeline; return the error.
+def export_combined(
+    source: str, decoder: str, codec: str | None, out: Path, *, dtype: str | None, allow_any_target: bool
+) -> list[str]:
+    """Write Stage C and Stage B, with its Stage A, as one folder in `out` for diffusers' combined pipeline.
 
-    `dtype` is a key of `DTYPES`, or None to keep that of the stored weights.
+    `codec` takes the place of that Stage A. `dtype` is a key of `DTYPES`, or None to keep that of the stored weights.
+    Returns the folder's name.
 
     Raises:
         ConfigError: adapters, stages that were not made for each other, or a Stage A that no pipeline has.
         RunError: what was written reads back differently.
     """
-    _check(model, decoder)
+    model = find_model(source, key="from", part="prior", allow_any_target=allow_any_target)
+    other = find_model(decoder, key="decoder", part="decoder", allow_any_target=allow_any_target)
+    if codec is not None:
+        use_codec(other, codec)
+    _check(model, other)
     first: Any
     second: Any
     with process_group() as world:
-        first, second = (load_parts(each, world).stage for each in (model, decoder))
-    check_same_latents(model, Fingerprint.of(first), decoder, Fingerprint.of(second))
-    states = [_stored(each, stage, dtype) for each, stage in ((model, first), (decoder, second))]
-    error: float = first.save_combined(states[0], second, states[1], out)
-    return error
+        first, second = (load_parts(each, world).stage for each in (model, other))
+    check_same_latents(model, Fingerprint.of(first), other, Fingerprint.of(second))
+    states = [_stored(each, stage, dtype) for each, stage in ((model, first), (other, second))]
+    _print_error(out / COMBINED, second.save_combined(states[1], first, states[0], out / COMBINED))
+    return [COMBINED]
 
 
 def _check(model: TrainedModel, decoder: TrainedModel) -> None:
@@ -164,3 +187,105 @@ def _stored(model: TrainedModel, stage: Stage, dtype: str | None) -> dict[str, T
     network = build_plain_network(stage.family, stage.network.config, None)
     key = model.origin.partition("=")[0]
     return load_state(network, source, dtype=DTYPES.get(dtype or ""), key=key, part=stage.part)
+
+
+def export_single_file(source: str, out: Path, *, dtype: str | None) -> list[str]:
+    """Write a whole pipeline as one file in `out`; return its name. A ConfigError where `source` holds none."""
+    found, name = whole_pipeline(source), NETWORK_FILES[SINGLE_FILE]
+    if found is None:
+        raise ConfigError(
+            f"format={SINGLE_FILE}: from={source} holds no pipeline that is written as one file. Name a run of "
+            "task=finetune on a model that has one, its export, or a pipeline's folder."
+        )
+    family, folder, _ = found
+    error = family.save_single_file(folder, out / name, dtype=DTYPES.get(dtype or ""), title=_title(source))
+    _print_error(out / name, error)
+    return [name]
+
+
+def _title(source: str) -> str:
+    """Return the title of a file: the name of the run, folder or file that it was made from."""
+    return (run_of(Path(source)) or Path(source)).absolute().stem
+
+
+def convert(
+    source: str,
+    formats: Sequence[str],
+    out: Path,
+    *,
+    model: str | None,
+    module_filters: Sequence[str] | None,
+    dtype: str | None,
+    allow_any_target: bool,
+) -> list[str]:
+    """Write weights or adapters, in any format that is read, in these formats into `out`; return the files' names.
+
+    `model`, `module_filters` and `dtype` as of `WeightsArgs`. A ConfigError for a format that is not of their kind.
+    """
+    network = stored_network(source, model=model, key="from", allow_any_target=allow_any_target)
+    is_lora = holds_lora(source)
+    names = LORA_FILES if is_lora else NETWORK_FILES
+    for name in formats:
+        if name not in names:
+            kind = "adapters" if is_lora else "a network's weights"
+            raise ConfigError(f"format={name}: from={source} holds {kind}, whose formats are {', '.join(names)}.")
+    if is_lora:
+        modules = module_shapes(network)
+        lora = read_lora(source, key="from", family=network.family, modules=modules, module_filters=module_filters)
+        for name in formats:
+            path = out / names[name]
+            _print_error(path, export_lora(lora, network, path, format=name, metadata={}, title=_title(source)))
+        return [names[name] for name in formats]
+    config = dict(network.config)
+    state = load_state(network, source, dtype=DTYPES.get(dtype or ""), key="from")
+    has_pipeline = Path(source) == out and dtype is None  # a run's, where its network alone would go
+    files = {name: names[name].format(part=network.family.part_of(config)) for name in formats}
+    for name, file in files.items():
+        if not (has_pipeline and name == "diffusers"):
+            _print_error(out / file, save_network(network.family, state, config, out / file, format=name))
+    return list(files.values())
+
+
+def merge(
+    source: str,
+    loras: Sequence[str],
+    strengths: Sequence[float],
+    out: Path,
+    *,
+    model: str | None,
+    module_filters: Sequence[str] | None,
+    dtype: str | None,
+    allow_any_target: bool,
+) -> None:
+    """Write weights with adapters merged into them: a file where `out` ends in .safetensors, else diffusers' folder."""
+    network = stored_network(source, model=model, key="from", allow_any_target=allow_any_target)
+    config = dict(network.config)
+    state = load_state(network, source, dtype=DTYPES.get(dtype or ""), key="from")
+    merge_all(network, state, loras, strengths, key="lora", module_filters=module_filters)
+    format = "original" if out.suffix == ".safetensors" else "diffusers"
+    _print_error(out, save_network(network.family, state, config, out, format=format))
+
+
+def _print_error(path: Path, error: float) -> None:
+    """Print where an export lies and how it reads back."""
+    sys.stdout.write(f"{path}: read back with a relative error of {error:.1e}\n")
+
+
+def write_card_of(
+    out: Path,
+    written: Sequence[str],
+    *,
+    source: str,
+    step: int | None,
+    all_of_run: bool,
+    push: str | None,
+    private: bool,
+) -> None:
+    """Write the model card of what lies in `out` now, of a run all of it, and push it where `push` is set."""
+    known = dict.fromkeys(name for family in families() for name in family.uses)
+    names = [name for name in known if name in written or (all_of_run and (out / name).exists())]
+    if written:
+        write_card(out, names, source=source, run=run_of(Path(source)), step=step)
+    if push is not None:
+        patterns = [CARD, SAMPLES, CONFIG_NAME, *names, *(f"{name}/*" for name in names), "*.embeddings/*"]
+        sys.stdout.write(f"Pushed to {push_folder(out, push, private=private, names=patterns)}\n")

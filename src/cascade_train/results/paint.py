@@ -28,8 +28,8 @@ from cascade_train.assembly.model import build_whole_model
 from cascade_train.assembly.samples import build_painter
 from cascade_train.batch import sample_seed
 from cascade_train.distributed.parallelize import evaluating
-from cascade_train.distributed.process_group import World
-from cascade_train.engine.sampling import to_images
+from cascade_train.distributed.process_group import World, process_group
+from cascade_train.engine.sampling import compose_grid, to_images
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import PICTURE_BYTES, open_regular
 from cascade_train.results.find import TrainedModel
@@ -47,6 +47,24 @@ class PromptBatch:
     captions: tuple[str, ...]
     numbers: tuple[int, ...]
     guide: Guide | None = None
+
+
+def batches_of(prompts: Sequence[str], files: GuideFiles, *, count: int, batch_size: int) -> Iterator[PromptBatch]:
+    """Yield batches of `count` images of each prompt, with their pictures."""
+    jobs = [(prompt, number) for prompt in range(len(prompts)) for number in range(count)]
+    for start in range(0, len(jobs), batch_size):
+        chosen, numbers = zip(*jobs[start : start + batch_size], strict=True)
+        captions = tuple(prompts[prompt] for prompt in chosen)
+        yield PromptBatch(captions=captions, numbers=numbers, guide=files.guide(chosen, numbers))
+
+
+def write_images(images: list[Image.Image], prompts: Sequence[str], folder: Path) -> None:
+    """Write images by the numbers of their prompts, and a grid of them all."""
+    count = len(images) // len(prompts)
+    for place, image in enumerate(images):
+        image.save(folder / f"{place // count:02d}_{place % count:02d}.png")
+    columns = {f"image {number}": images[number::count] for number in range(count)}
+    compose_grid(prompts, columns).save(folder / "grid.png")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +203,16 @@ def paint_cascade(
         for batch, latent_BCHW in sampled:
             images += to_images(decode(batch, latent_BCHW))
     return images
+
+
+def paint_alone(
+    model: TrainedModel, decoder: TrainedModel | None, batches: Iterable[PromptBatch], *, sizes: Sizes, seed: int
+) -> list[Image.Image]:
+    """Paint as `paint`, with a decoder as `paint_cascade`, in a process group for this alone. Collective."""
+    with process_group() as world:
+        if decoder is None:
+            return paint(model, batches, sizes=sizes, seed=seed, world=world)
+        return paint_cascade(model, decoder, batches, sizes=sizes, seed=seed, world=world)
 
 
 def latent_sampler(model: TrainedModel, parts: Parts, sizes: Sizes, seed: int) -> Callable[[PromptBatch], Tensor]:

@@ -17,10 +17,12 @@ from cascade_train.batch import Batch, SampleTransform, sample_seed
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, map_maker, transform_images
-from cascade_train.models.stage import Bottleneck, Conditions, Control, ControlOptions, Stage, Steering
+from cascade_train.models.control import Bottleneck, Conditions, Control, ControlOptions, Steering
+from cascade_train.models.stage import Stage
 from cascade_train.options import File, Share
 from cascade_train.tasks.base import Export, Guide, ImageMaker, Phase, Predictor
-from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage
+from cascade_train.tasks.prepared import PreparedBatch
+from cascade_train.tasks.text_to_image import TextToImage
 
 
 @dataclass(frozen=True, kw_only=True)

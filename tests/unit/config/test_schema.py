@@ -8,16 +8,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.help import attribute_docs
 from cascade_train.config.preflight import preflight
-from cascade_train.config.schema import (
-    Attention,
-    Compile,
-    ParallelMode,
-    Precision,
-    Root,
-    TrackerName,
-    limit,
-)
+from cascade_train.config.schema import Attention, Compile, ParallelMode, Precision, Root
+from cascade_train.config.schema_outputs import TrackerName
 from cascade_train.errors import ConfigError
+from cascade_train.options import limit
 from tests.unit.config.composing import checked, composed
 
 RANGES = {

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from cascade_train.data.captions import Captions
-from cascade_train.data.folder import Folder, caption_of_name, find_pictures
+from cascade_train.data.folder import Folder
 from cascade_train.data.index import cache as picture_files
+from cascade_train.data.index.pictures import caption_of_name, find_pictures
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cascade_train.data.captions import Captions
-from cascade_train.data.folder import read_values
+from cascade_train.data.index.pictures import read_values
 from cascade_train.data.index.row_filter import read_metadata
 from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError
 from cascade_train.errors import RunError

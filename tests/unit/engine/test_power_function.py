@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from cascade_train.config.limits import LONGEST
 from cascade_train.engine.power_function import decay_at, exponent_of, solve
+from cascade_train.options import LONGEST
 from tests.style.source import ROOT
 
 LENGTHS = (0.01, 0.05, 0.1, 0.2, 0.28)

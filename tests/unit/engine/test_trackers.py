@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from cascade_train.config.preflight import EXTRAS
-from cascade_train.config.schema import TrackerName
+from cascade_train.config.schema_outputs import TrackerName
 from cascade_train.engine.trackers import TRACKERS, read_image
 from cascade_train.engine.tracking import Tracker, build_tracker
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cascade_train.config.help import commands
+from cascade_train.config.groups import commands
 from cascade_train.config.schema import Root
 from scripts import write_reference
 from tests.style.source import ROOT

@@ -22,13 +22,13 @@ from cascade_train.assembly.planning.devices import CONTEXT_BYTES, Budget, as_gb
 from cascade_train.assembly.planning.memory import Memory, memory_of, over_ranks
 from cascade_train.assembly.planning.rehearsal import Rehearsed, unloaded
 from cascade_train.config.groups import typed_keys
-from cascade_train.config.limits import AUTO
 from cascade_train.config.saved import CONFIG_NAME
 from cascade_train.config.targets import class_constant
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.process_group import World
 from cascade_train.errors import LESS_MEMORY, ConfigError
 from cascade_train.files.untrusted import read_mapping
+from cascade_train.options import AUTO
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, SIZES_GB, TF32_SHARE, USABLE, Budget, as_gb
 from cascade_train.assembly.planning.fitting import changed, choose, divisors, is_asked, names_of, nothing_fits, remedy
 from cascade_train.assembly.planning.memory import Memory, over_ranks
-from cascade_train.assembly.planning.samples import Samples
+from cascade_train.assembly.planning.samples import Samples, look
 from cascade_train.config.groups import typed_keys
 
 RANKS = (1, 2, 4, 8)
@@ -142,8 +142,9 @@ ASSUMPTIONS = (
 )
 
 
-def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples) -> Plan:
+def make_plan(cfg: DictConfig, *, ranks: int, device: str, opens_data: bool) -> Plan:
     """Return the plan of a checked configuration on a number of ranks of a device."""
+    samples = look(cfg, ranks=ranks) if opens_data else Samples(notes=["not opened"])
     gb, asked = DEVICES[device].gb, cfg
     budget = Budget(gb=gb, ranks=ranks, machine_ranks=min(ranks, MACHINE_RANKS), kept=typed_keys())
     choice = choose(cfg, budget)

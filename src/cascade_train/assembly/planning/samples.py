@@ -1,21 +1,26 @@
-"""The samples of a planned run: how many, their sizes, and the lengths of captions."""
+"""The samples of a run before it begins: how many, their sizes, the lengths of captions, and what is amiss."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from cascade_train.assembly.components import build_component
 from cascade_train.batch import sample_seed
 from cascade_train.data.data_set import Rows, open_data_set
 from cascade_train.data.order.position import ShapeGroups
 from cascade_train.data.sample import UnreadableSampleError
-from cascade_train.errors import ConfigError
+from cascade_train.data.survey.look import survey
+from cascade_train.data.survey.report import Report
+from cascade_train.errors import ConfigError, RunError
+from cascade_train.models.text_encoder import LONG_PIECES, TokenCounter, token_counter
 
 READ = 64
 """Samples whose captions are read."""
@@ -74,11 +79,16 @@ class Samples:
             yield f"{self.long} of {self.read} captions have more than {self.max_tokens} tokens and are cut{remedy}."
 
 
-def look(cfg: DictConfig, log: Sequence[str], *, ranks: int) -> Samples:
+def look(cfg: DictConfig, *, ranks: int) -> Samples:
     """Open the data of a run on `ranks`, as the run does, where it is on this machine.
 
-    `log` is what the library logs about data meanwhile. Raises as the run does where data that is there cannot be used.
+    Raises as the run does where data that is there cannot be used.
     """
+    with library_log() as log:
+        return _look(cfg, log, ranks=ranks)
+
+
+def _look(cfg: DictConfig, log: Sequence[str], *, ranks: int) -> Samples:
     remote = next((place for place in _places(OmegaConf.to_container(cfg.data, resolve=True)) if "://" in place), None)
     if remote is not None:
         return Samples(notes=["not opened: it is not on this machine"])
@@ -132,8 +142,6 @@ def _sizes(part: Rows) -> list[tuple[int, int, int]]:
 
 def _lengths(cfg: DictConfig, part: Rows) -> dict[str, Any]:
     """Return how many of some captions, evenly spread, have more tokens than the text encoder takes."""
-    from cascade_train.models.text_encoder import LONG_PIECES, token_counter  # heavy: transformers
-
     encoder = cfg.model.get("text_encoder")
     if encoder is None:
         return {}
@@ -145,7 +153,7 @@ def _lengths(cfg: DictConfig, part: Rows) -> dict[str, Any]:
             captions.append(part.source.captions_of(row)(part.source.read(row), generator))
         except (UnreadableSampleError, OSError):  # the run replaces it
             continue
-    tokens = token_counter(encoder.get("tokenizer"), encoder.get("tokenizer_subfolder"))(captions)
+    tokens = _counter(encoder)(captions)
     is_long = bool(encoder.get("long_captions"))
     most = (encoder.max_tokens - 2) * (LONG_PIECES if is_long else 1) + 2
     return {
@@ -154,3 +162,61 @@ def _lengths(cfg: DictConfig, part: Rows) -> dict[str, Any]:
         "max_tokens": most,
         "can_take_more": not is_long,
     }
+
+
+def _counter(encoder: Mapping[str, Any]) -> TokenCounter:
+    return token_counter(encoder.get("tokenizer"), encoder.get("tokenizer_subfolder"))
+
+
+def make_report(cfg: DictConfig, *, read: int | None, pictures: int) -> Report:
+    """Look at the data of a run: read so many pictures, None = all, and make a batch of `pictures`."""
+    allowed = cfg.data.max_unreadable_share
+    allow_unreadable(cfg.data)
+    with library_log() as log:
+        data = open_data_set(build_component(cfg, "data"), share=None, held_out=None)
+        if not data.training.index.rows_are_samples:
+            raise ConfigError("These tars can only be streamed, so there is no index to look at: copy them first.")
+        if read is None and len(data.training.rows) > 10_000:  # a minute
+            logging.getLogger(__name__).info("Decoding all pictures; read=2000 looks at so many, evenly spread.")
+        found = survey(data.training, read=read, seed=cfg.run.seed)
+        try:
+            batch = data.shown_batch(pictures, seed=cfg.run.seed)
+        except RunError as error:  # a page about data too damaged for a batch is worth having
+            batch = None
+            log.append(f"No batch could be made: {error}")
+    encoder, is_dropped = cfg.model.get("text_encoder") or {}, cfg.data.get("leftover") == "drop"
+    count = _counter(encoder)
+    return Report(
+        title=f"Data of {cfg.data._target_.rpartition('.')[2]}, for pictures of {cfg.data.image_size} pixels",
+        survey=found,
+        tokens=tuple(count(list(found.captions.values()))),
+        max_tokens=encoder.get("max_tokens", 77),
+        max_unreadable_share=allowed,
+        counted_by=count.name,
+        log=tuple(log),
+        batch=batch,
+        unfilled=int((data.training.shapes % cfg.train.global_batch_size).sum()) if is_dropped else 0,
+    )
+
+
+def allow_unreadable(node: Any) -> None:
+    """Let every source below a node open data with any share of unreadable samples: the report lists them."""
+    if isinstance(node, DictConfig) and "max_unreadable_share" in node:
+        node.max_unreadable_share = 1.0
+    for child in list(node.values() if isinstance(node, DictConfig) else node):
+        if isinstance(child, DictConfig | ListConfig):
+            allow_unreadable(child)
+
+
+@contextmanager
+def library_log() -> Iterator[list[str]]:
+    """Collect the log of the sources: samples left out, and how many their filters keep."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("cascade_train.data")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)

@@ -22,8 +22,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cascade_train.config.error_messages import exit_code
-from cascade_train.config.groups import did_you_mean, nearest
-from cascade_train.config.help import attribute_docs, commands, shown, table
+from cascade_train.config.groups import commands, did_you_mean, nearest
+from cascade_train.config.help import attribute_docs, shown, table
 from cascade_train.config.overrides import is_existing_path
 from cascade_train.config.sweeps.slurm import adopt_slurm_step, one_thread_a_rank
 from cascade_train.errors import ConfigError
@@ -110,8 +110,7 @@ def _call(command: Command, argv: Sequence[str], *, help_head: str) -> int:
             raise ConfigError("this command runs in one process: start it without torchrun, or with one task of srun.")
         show_log(logging.INFO if command.shows_log else logging.WARNING)
         return command.run(parse(command.arguments, _with_keys(command, argv, usage=help_head.rstrip())))
-    from cascade_train.config.launch import compose_and_run
-    from cascade_train.config.sweep import leaving_no_results
+    from cascade_train.config.launch import compose_and_run, leaving_no_results
 
     names = {_typed(field.name) for field in dataclasses.fields(command.arguments)}
     own = [argument for argument in argv if argument.partition("=")[0] in names]

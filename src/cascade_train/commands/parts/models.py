@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from cascade_train.config.limits import limit
 from cascade_train.config.preflight import guidance_scale, preflight
 from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
+from cascade_train.options import limit
 
 if TYPE_CHECKING:
     from cascade_train.results.find import TrainedModel
@@ -82,16 +80,23 @@ class PaintingArgs:
                 raise ConfigError(f"{key}={getattr(self, key)} is for decoder=…; without one, leave it out.")
 
 
-def find_stages(args: PaintingArgs, model: TrainedModel | None = None) -> tuple[TrainedModel, TrainedModel | None]:
-    """Return the stage that samples, or `model` in its place, and the one that decodes, set up as the arguments say.
+def find_stages(
+    args: PaintingArgs, origin: str = "", cfg: DictConfig | None = None
+) -> tuple[TrainedModel, TrainedModel | None]:
+    """Return the stage that samples, and the one that decodes, set up as the arguments say.
+
+    `cfg`, of the run that the argument `origin` named, is the first one's without weights; None = find it.
 
     Raises:
         ConfigError: no trained stage where one is named, or arguments that it refuses.
     """
-    from cascade_train.results.find import find_model, use_codec  # heavy: torch and everything above it
+    from cascade_train.results.find import TrainedModel, find_model, use_codec  # heavy: torch and everything above it
 
     found = partial(find_model, allow_any_target=args.allow_any_target)
-    model = found(args.source, key="from", part=None) if model is None else model
+    if cfg is None:
+        model = found(args.source, key="from", part=None)
+    else:
+        model = TrainedModel(origin=origin, cfg=cfg, export=None)
     override_sampling(model.cfg, args)
     decoder = None if args.decoder is None else found(args.decoder, key="decoder", part="decoder")
     if decoder is not None:
@@ -136,8 +141,3 @@ class WeightsArgs:
     def __post_init__(self) -> None:
         if self.dtype not in (None, "bf16", "fp32"):
             raise ConfigError(f"dtype={self.dtype} must be bf16, fp32 or null.")
-
-
-def print_error(path: Path, error: float) -> None:
-    """Print where an export lies and how it reads back."""
-    sys.stdout.write(f"{path}: read back with a relative error of {error:.1e}\n")

@@ -24,8 +24,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
+from PIL.Image import Image
 
+from cascade_train.commands.evaluate import EvaluateArgs, judged
+from cascade_train.commands.generate import GenerateArgs, painted
 from cascade_train.commands.parts.command_line import filled
+from cascade_train.commands.plan import PlanArgs, checked, planned
+from cascade_train.commands.train import train as train_command
 from cascade_train.config.components import without_types
 from cascade_train.config.error_messages import in_our_words
 from cascade_train.config.groups import nearest
@@ -46,8 +51,6 @@ from cascade_train.files.untrusted import read_mapping, read_rows
 from cascade_train.redaction import log_shown
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from cascade_train.assembly.planning.plan import Plan
     from cascade_train.results.evaluation.verdict import Verdict
 
@@ -151,8 +154,6 @@ def train(*overrides: str | DictConfig, config_dir: str | Path | None = None) ->
         RunError: a failure at run time, or another training or process group in this process.
         KeyboardInterrupt: a signal before the first step, or a second one.
     """
-    from cascade_train.commands.train import train as train_command
-
     given = _given(overrides, config_dir)
     cfg, folder = _checked(given, preflight), Path.cwd()
     log = log_shown(logging.INFO if is_main() else logging.WARNING)
@@ -178,8 +179,6 @@ def plan(
         samples: open the data, where it is on this machine.
         config_dir: as for `compose`.
     """
-    from cascade_train.commands.plan import PlanArgs, checked, planned
-
     args = PlanArgs(ranks=ranks, device=device, samples=samples)
     cfg = _checked(_given(overrides, config_dir), partial(checked, args))
     with _explained():
@@ -195,8 +194,6 @@ def generate(source: str | Path | Run, prompts: str | Sequence[str] = (), **opti
         prompts: one, several, or `@file`.
         options: the others of `cascade-train generate`, by name; `out` writes the images, and a grid, to a folder.
     """
-    from cascade_train.commands.generate import GenerateArgs, painted
-
     out = options.pop("out", None)
     with settings_kept(), _explained():
         args = filled(GenerateArgs, _arguments(source, prompts, options).items())
@@ -212,8 +209,6 @@ def evaluate(source: str | Path | Run, prompts: str | Sequence[str] = (), **opti
         prompts: for a Stage C, one or several, or `@file`; none = the captions of the real pictures.
         options: the others of `cascade-train evaluate`, by name, such as `real` and `features`.
     """
-    from cascade_train.commands.evaluate import EvaluateArgs, judged
-
     with settings_kept(), _explained(), redirect_stdout(io.StringIO()):
         found = judged(filled(EvaluateArgs, _arguments(source, prompts, options).items()))
     assert found is not None, "a watch has no source"

@@ -10,13 +10,13 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
 
 from cascade_train.data.decoding.decode import decode, to_rgb
-from cascade_train.data.folder import PictureFolder
+from cascade_train.data.folder import Folder
 from cascade_train.data.order.plan import permutation
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.tar.members import IMAGE_EXTENSIONS, write_tar
@@ -35,7 +35,15 @@ class Packed:
     left_out: tuple[tuple[str, str], ...]  # name and reason of the pictures that could not be read
 
 
-def pack(source: PictureFolder, out: Path, *, name: str, samples_per_shard: int, seed: int | None) -> Packed:
+def pack(
+    folder: str,
+    out: Path,
+    *,
+    name: str,
+    caption_from: Literal["file_or_name", "file", "name"],
+    samples_per_shard: int,
+    seed: int | None,
+) -> Packed:
     """Write the pictures of a folder as tars `NAME-000000.tar`, ..., and read them back.
 
     A key is the picture's path without its extension, dots as underscores; `-2` follows where that is taken. Its json
@@ -43,6 +51,18 @@ def pack(source: PictureFolder, out: Path, *, name: str, samples_per_shard: int,
     be read are left out. A seed of None orders samples by name. A ConfigError where tars of the name are there, a
     RunError where what was written reads back differently.
     """
+    source = Folder(
+        image_size=1,
+        crop="center",
+        shuffle_window_shards=1,
+        num_workers=0,
+        worker_start="fork",
+        path=folder,
+        caption_from=caption_from,
+        metadata=True,
+        index_dir=None,
+        row_filters=None,
+    )
     out.mkdir(parents=True, exist_ok=True)
     if any(out.glob(f"{name}-*.tar")):
         raise ConfigError(f"out={out} holds {name}-*.tar already: remove them, or choose another folder or name")
@@ -56,7 +76,7 @@ def pack(source: PictureFolder, out: Path, *, name: str, samples_per_shard: int,
             of_tar = itertools.chain([first], itertools.islice(samples, samples_per_shard - 1))
             tars.append(write_tar(unfinished / f"{name}-{len(tars):06d}.tar", of_tar))
         if not tars:
-            raise ConfigError(f"folder={source.path}: no picture can be read: {left_out[0][1]}")
+            raise ConfigError(f"folder={folder}: no picture can be read: {left_out[0][1]}")
         check_tars(tars, digests)
         moved = tuple(tar.rename(out / tar.name) for tar in tars)
         return Packed(tars=moved, samples=len(digests), left_out=tuple(left_out))
@@ -84,7 +104,7 @@ def check_tars(tars: list[Path], digests: Mapping[str, bytes]) -> None:
 
 
 def _read_samples(
-    source: PictureFolder, seed: int | None, digests: dict[str, bytes], left_out: list[tuple[str, str]]
+    source: Folder, seed: int | None, digests: dict[str, bytes], left_out: list[tuple[str, str]]
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples of a folder; fill in their digests by key, and path and reason of pictures left out."""
     index = source.open()

@@ -237,22 +237,20 @@ def _new_client(connections: int) -> Any:
     """Make a client that tries once: `try_again` repeats what may pass. Without credentials it signs nothing."""
     try:
         import boto3
-        from botocore import UNSIGNED
-        from botocore.config import Config
-        from botocore.exceptions import BotoCoreError
+        from botocore import UNSIGNED, config, exceptions
     except ImportError as error:
         raise ConfigError(f"data.urls names s3:// objects, which need boto3. {install_hint('s3')}.") from error
     try:
         session = boto3.session.Session()
-        config = Config(
+        options = config.Config(
             connect_timeout=_CONNECT_SECONDS,
             read_timeout=_READ_SECONDS,
             max_pool_connections=connections,
             retries={"total_max_attempts": 1},
             signature_version=UNSIGNED if session.get_credentials() is None else None,
         )
-        return session.client("s3", config=config)
-    except (BotoCoreError, ValueError) as error:
+        return session.client("s3", config=options)
+    except (exceptions.BotoCoreError, ValueError) as error:
         raise ConfigError(f"data.urls: the AWS settings of this machine do not fit: {error}") from error
 
 
@@ -281,15 +279,14 @@ def _read_once(client: Any, item: StoredObject, start: int, size: int) -> bytes:
 
 def _ask(ask: Callable[[], T], verb: str, url: str) -> T:
     """Return an answer; ask again after failures that may pass. No message contains credentials."""
-    from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
-    from botocore.exceptions import ConnectionError as NoConnectionError
+    from botocore import exceptions
 
     def attempt() -> T:
         try:
             return ask()
-        except ClientError as error:
+        except exceptions.ClientError as error:
             raise _refusal(url, error.response) from error
-        except (HTTPClientError, NoConnectionError, IncompleteReadError) as error:
+        except (exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError) as error:
             raise PassingError(f"{type(error).__name__}: {error}") from error
 
     return try_again(attempt, what=f"{verb} {url}")

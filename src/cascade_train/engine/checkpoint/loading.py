@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import math
 import pickle
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +251,38 @@ def _copy_rest(path: Path, hidden: Path, table: Metadata, dropped: frozenset[str
         state_dict_metadata={key: each for key, each in table.state_dict_metadata.items() if key not in dropped},
         planner_data={key: each for key, each in table.planner_data.items() if key not in dropped},
     )
+
+
+def tensor_differences(paths: tuple[Path, Path], manifests: tuple[Manifest, Manifest]) -> Iterator[str]:
+    """Yield how each entry of two checkpoints differs, the optimizers' last."""
+    for path in paths:
+        if fault := find_fault(path):
+            raise RunError(f"{path} cannot be compared, because it is damaged: {fault}")
+    tables = [read_table(path, manifest) for path, manifest in zip(paths, manifests, strict=True)]
+    last = optimizer_keys(tables[0]) | optimizer_keys(tables[1])
+    keys = dict.fromkeys([*tables[0].state_dict_metadata, *tables[1].state_dict_metadata])
+    for key in sorted(keys, key=last.__contains__):
+        missing = [path for path, table in zip(paths, tables, strict=True) if key not in table.state_dict_metadata]
+        if missing:
+            yield f"{key}: not in {missing[0]}"
+            continue
+        line = _difference(*(load_entry(path, table, key) for path, table in zip(paths, tables, strict=True)))
+        if line is not None:
+            yield f"{key}: {line}"
+
+
+def _difference(one: Any, other: Any) -> str | None:
+    """Return how two entries of a checkpoint differ; None = not."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return None if type(one) is type(other) and one == other else f"{one} and {other}"
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
+    if torch.equal(one, other):
+        return None
+    off = (one != other) & ~((one != one) & (other != other))  # NaN beside NaN is equal
+    if not off.any():
+        return None
+    norm = float(one.double().norm())
+    apart = float((one.double() - other.double()).norm())
+    relative = f", {apart / norm:.1e} of its norm" if norm > 0 and math.isfinite(apart) else ""
+    return f"{int(off.sum()):,} of {one.numel():,} values{relative}"

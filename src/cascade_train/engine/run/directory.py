@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
-import platform
 import shutil
-import subprocess
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from cascade_train.distributed.consensus import from_rank_zero
@@ -26,6 +20,7 @@ from cascade_train.engine.checkpoint.folder import find_fault, read_manifest
 from cascade_train.engine.checkpoint.store import NO_OPTIMIZER, CheckpointStore
 from cascade_train.engine.metrics import cut_lines, missing_steps
 from cascade_train.engine.run.config_difference import Difference, describe, find_differences, is_limit_raised, refused
+from cascade_train.engine.run.environment import describe_environment
 from cascade_train.engine.run.lock import CONFIG as _CONFIG
 from cascade_train.engine.run.lock import LOCK_NAME, RunLock, check_folder, not_writable
 from cascade_train.engine.trackers import TRACKERS
@@ -33,7 +28,7 @@ from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import append_durably, to_yaml, write_durably
 from cascade_train.files.run_folder import EXPORT, EXPORTED, exported_step
 from cascade_train.files.untrusted import load_mapping, read_regular, read_rows
-from cascade_train.redaction import redact_argument, redacted
+from cascade_train.redaction import redacted
 from cascade_train.signals import defer_signals
 
 log = logging.getLogger(__name__)
@@ -48,12 +43,6 @@ _BEFORE_THE_FIRST_STEP = {
     *TRACKERS,
 }  # fmt: skip
 """What a start creates before there is anything to lose: our files, the first grid, the trackers' folders."""
-
-_PACKAGES = (
-    "accelerate", "cascade-train", "diffusers", "hydra-core", "numpy", "omegaconf", "peft", "pillow", "safetensors",
-    "torch", "torchvision", "transformers", "webdataset",
-)  # fmt: skip
-_GIT_SECONDS = 10
 
 
 @dataclass(kw_only=True)
@@ -335,48 +324,3 @@ def _record_continuation(
         raise ConfigError(f"run.dir={directory} is not writable: {error}. Remedy: make it so, or a new run") from error
     if differences:
         log.info("continuing %s with changed settings:\n%s", directory, describe(differences))
-
-
-def describe_environment() -> dict[str, Any]:
-    """Return time, versions, git commit of the code, command line and devices as JSON values.
-
-    No environment variable is included, and secrets on the command line are hidden. A package that is not installed,
-    and a commit where the code is not a checkout, are None.
-    """
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {**{name: _version(name) for name in _PACKAGES}, "torch": torch.__version__},
-        "git_commit": _git_commit(Path(__file__).resolve()),
-        "command_line": [redact_argument(argument) for argument in sys.orig_argv],
-        "ranks": dist.get_world_size(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "cuda": torch.version.cuda,
-        "cpu_threads": torch.get_num_threads(),
-    }
-
-
-@functools.cache
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-@functools.cache
-def _git_commit(file: Path) -> str | None:
-    """Return the commit of the checkout that tracks `file`, as it was first, with `+changes` if it is not clean."""
-    if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
-        return None
-    return _git(file.parent, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes")
-
-
-def _git(directory: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(directory), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_SECONDS)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

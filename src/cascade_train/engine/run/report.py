@@ -18,7 +18,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jinja2
 
 from cascade_train.engine.checkpoint.folder import EVALUATIONS, CheckpointFolder, evaluations, whole_manifest
 from cascade_train.engine.run.config_difference import find_differences
@@ -26,10 +28,6 @@ from cascade_train.files.durable import remove_abandoned, replacing, to_yaml
 from cascade_train.files.run_folder import exported_step
 from cascade_train.files.untrusted import PICTURE_BYTES, open_regular, read_json, read_mapping, read_rows
 from cascade_train.redaction import redact, redacted
-
-if TYPE_CHECKING:
-    import jinja2
-    from PIL import Image
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +76,6 @@ def page(data: Data) -> str:
 
 @functools.cache
 def _template() -> jinja2.Template:
-    import jinja2  # heavy: not at the start of a run
-
     environment = jinja2.Environment(autoescape=True)
     environment.policies["json.dumps_kwargs"] = {}  # in the order of the data
     environment.filters["shown"] = lambda value: value if isinstance(value, str) else json.dumps(value)
@@ -192,7 +188,7 @@ def noise_levels(folders: Mapping[str, Path]) -> list[Data]:
     """Return the unweighted loss over logSNR that the newest grids have a chart of, by label."""
     found = []
     for label, folder in _pick_evenly(folders, MOST_LEVELS):
-        picture: Any = _open_picture(folder / "loss_by_logsnr.png")
+        picture = _open_picture(folder / "loss_by_logsnr.png")
         with suppress(AttributeError, ValueError, LookupError, TypeError):  # damaged, or none of ours
             points = read_json(picture.info["points"])
             x, y = points["x"], points["y"]
@@ -238,7 +234,8 @@ def _embed_picture(path: Path) -> tuple[str | None, str]:
     return url, redact(str(picture.info.get("caption", "")))
 
 
-def _open_picture(path: Path) -> Image.Image | None:
+def _open_picture(path: Path) -> Any:
+    """Return a picture of Pillow, None where it is damaged."""
     from PIL import Image  # the list of commands needs none of it
 
     try:

@@ -6,17 +6,18 @@ import importlib.util
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError, install_hint
 from cascade_train.files.hub import parse_source
 from cascade_train.files.untrusted import COPY, check_floating, parsing
 
-if TYPE_CHECKING:
-    from onnxruntime import InferenceSession
+Session = Any
+"""onnxruntime's `InferenceSession`; the library has no types."""
 
 PACKAGES = {"cv2": "OpenCV", "onnxruntime": "onnxruntime"}
 """Usual names of the libraries of the extra `filters`."""
@@ -85,8 +86,6 @@ def load_weights(module: nn.Module, source: str, known: WeightsFile, *, device: 
 
 def read_tensors(path: Path, known: WeightsFile) -> dict[str, Tensor]:
     """Read tensors by name, without running code; a ConfigError where there are none."""
-    from safetensors.torch import load_file
-
     with parsing(f"{known.key}={path}:", "is neither safetensors nor a pickle of tensors", f"{COPY}. {known}"):
         state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
@@ -99,7 +98,7 @@ def read_tensors(path: Path, known: WeightsFile) -> dict[str, Tensor]:
 
 
 @cache
-def open_session(source: str, known: WeightsFile) -> InferenceSession:
+def open_session(source: str, known: WeightsFile) -> Session:
     """Open a network once in each process, on one thread; a ConfigError if it cannot be run."""
     import onnxruntime
 

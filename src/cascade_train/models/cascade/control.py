@@ -24,10 +24,10 @@ from cascade_train.models.cascade.networks.controlnet import (
     mirrored_blocks,
 )
 from cascade_train.models.cascade.networks.efficientnet import load_features
+from cascade_train.models.control import Conditions, Control, ControlOptions, Steering, repeated
 from cascade_train.models.formats.export import check_equal_tensors, checked_error, module_around, replaced_directory
 from cascade_train.models.formats.weights import read_tensors, shapes_of, write_tensors
 from cascade_train.models.formats.weights_source import find_part, find_weight_files
-from cascade_train.models.stage import Conditions, Control, ControlOptions, Steering, repeated
 
 if TYPE_CHECKING:
     from cascade_train.models.cascade.networks.unet import CascadeUNet

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from cascade_train.models.formats.export import module_around
 from cascade_train.models.frozen_part import LatentCodec
 from cascade_train.options import File, Positive, check_blocks, check_fields
-
-if TYPE_CHECKING:
-    from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
 
 ORIGINAL_NAMES = {"vquantizer.codebook.": "vquantizer.embedding."}
 """Beginnings of names that the original and diffusers spell differently."""
@@ -87,14 +84,14 @@ class VQGAN(VQOptions, LatentCodec):
         return self.module.decode(latent_BCHW.float() * self.scale_factor).sample
 
 
-def empty_vqgan(arguments: Mapping[str, Any]) -> PaellaVQModel:
-    """Return diffusers' own class on the meta device."""
+def empty_vqgan(arguments: Mapping[str, Any]) -> Any:
+    """Return diffusers' `PaellaVQModel` on the meta device."""
     from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel  # only Stage A's
 
     with torch.device("meta"):
         return PaellaVQModel(**arguments)
 
 
-def plain_vqgan(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> PaellaVQModel:
-    """Return diffusers' own class around `state`, sharing its memory."""
+def plain_vqgan(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> Any:
+    """Return diffusers' `PaellaVQModel` around `state`, sharing its memory."""
     return module_around(lambda: empty_vqgan(arguments), state)

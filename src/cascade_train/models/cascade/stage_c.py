@@ -8,24 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from cascade_train.models.cascade.control import FeatureControl
 from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.image_encoder import ImageEncoder
 from cascade_train.models.cascade.previewer import Previewer
 from cascade_train.models.cascade.semantic_compressor import SemanticCompressor
 from cascade_train.models.cascade.unet_config import CascadeUNetConfig
+from cascade_train.models.control import Conditions, Control, ControlOptions
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.initialize import Rule, unet_rule
-from cascade_train.models.stage import Conditions, Control, ControlOptions, Images, Save, Tokens, product, to_device
+from cascade_train.models.stage import Images, Save, Tokens, product, to_device
 from cascade_train.options import Free
-
-if TYPE_CHECKING:
-    from cascade_train.models.cascade.stage_b import StageB
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -46,13 +44,17 @@ class CascadeStage(DenoisingStage):
     semantic_compressor: SemanticCompressor
 
     def _build_network(self, dtype: torch.dtype) -> None:
-        from cascade_train.models.cascade.networks.response_norm import set_kernels  # heavy: diffusers
-
         super()._build_network(dtype)
-        set_kernels(self.network, self.kernels)
+        self.network.set_kernels(self.kernels)
 
     def _rule(self) -> Rule:
         return unet_rule(self.network_config.residual_blocks)
+
+    def _pipelines(self) -> Any:
+        """Return the module that writes pipelines of diffusers."""
+        from cascade_train.models.cascade.formats import export_pipelines  # heavy: diffusers
+
+        return export_pipelines
 
     def _text_of(self, tokens: Tokens) -> dict[str, Tensor]:
         """Return `clip_text` (B, L, D) and `clip_text_pooled` (B, 1, D)."""
@@ -121,20 +123,8 @@ class StageC(CascadeStage):
 
     def add_control(self, options: ControlOptions, device: torch.device) -> Control:
         """Return a control network, see `FeatureControl`."""
-        from cascade_train.models.cascade.control import FeatureControl  # heavy: files of weights
-
         return FeatureControl(self.network, options, device)
 
     def exports(self) -> Mapping[str, Save]:
         """Return `prior`, a folder that diffusers' prior pipeline loads."""
-        from cascade_train.models.cascade.formats.export_pipelines import save_prior  # heavy: files of weights
-
-        return {self.part: partial(save_prior, self)}
-
-    def save_combined(
-        self, state: Mapping[str, Tensor], decoder: StageB, decoder_state: Mapping[str, Tensor], directory: Path
-    ) -> float:
-        """Write this stage and a Stage B as one folder for diffusers' combined pipeline; otherwise as `save_prior`."""
-        from cascade_train.models.cascade.formats.export_pipelines import save_combined  # heavy: files of weights
-
-        return save_combined(self, state, decoder, decoder_state, directory)
+        return {self.part: partial(self._pipelines().save_prior, self)}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+from torch import nn
 
 from cascade_train.options import check_blocks, check_fields
-
-if TYPE_CHECKING:
-    from cascade_train.models.cascade.networks.unet import CascadeUNet
 
 BLOCK_TYPES = ("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock")
 """Order of the blocks of a unit; a level without attention leaves out the last."""
@@ -114,13 +112,12 @@ class CascadeUNetConfig:
         if not all(0 <= p < 1 for p in self.dropout):
             raise ValueError(f"network.dropout={self.dropout}: must lie in [0, 1)")
 
-    def build(self) -> CascadeUNet:
+    def build(self) -> nn.Module:
         """Make the network on the meta device, without memory and without values."""
         from cascade_train.models.cascade.networks.unet import CascadeUNet
-        from cascade_train.models.networks.block_network import drop_probabilities
 
         with torch.device("meta"):
             network = CascadeUNet(**self.arguments)
         if self.attention_dropout == "probabilities":
-            drop_probabilities(network)
+            network.drop_probabilities()
         return network

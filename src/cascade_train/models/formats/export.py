@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from cascade_train.errors import RunError, unwritten
 from cascade_train.files.durable import replacing
 from cascade_train.models.family import Family
-from cascade_train.models.formats.weights import open_weights
+from cascade_train.models.formats.weights import copy_to, open_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -64,6 +64,17 @@ def module_around(make: Callable[[], Any], state: Mapping[str, Tensor] | None) -
     if state is not None:
         module.load_state_dict(state, strict=True, assign=True)
     return module.eval()
+
+
+def copy_on_host(tower: Any, dtype: torch.dtype, state: Mapping[str, Tensor] | None = None) -> Any:
+    """Return a copy of a CLIP tower on the host, as pipelines need it, with other values if they are given."""
+    return module_around(lambda: type(tower)(tower.config), on_host(tower, dtype, state))
+
+
+def on_host(module: nn.Module, dtype: torch.dtype, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return copies of a module's tensors, or of other values for it, in a dtype on the host, by name."""
+    values = module.state_dict() if state is None else state
+    return {name: copy_to(value, dtype, torch.device("cpu")) for name, value in values.items()}
 
 
 def save_network(

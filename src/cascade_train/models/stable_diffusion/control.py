@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import parsing, stored_mapping
+from cascade_train.models.control import Conditions, Control, ControlOptions, Steering, repeated
 from cascade_train.models.formats.export import module_around, quiet, read_back_error, replaced_directory
 from cascade_train.models.formats.weights import check_fit, open_weights, shapes_of, write_tensors
 from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.initialize import ZEROS, DrawnValues, Fill, materialise, torch_rule
 from cascade_train.models.stable_diffusion.formats.single_file import original_layout
 from cascade_train.models.stable_diffusion.networks.unet import ConditionControlNet, empty_controlnet
-from cascade_train.models.stage import Conditions, Control, ControlOptions, Steering, repeated
 
 if TYPE_CHECKING:
     from cascade_train.models.stable_diffusion.stage import StableDiffusion

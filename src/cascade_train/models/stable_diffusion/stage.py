@@ -19,10 +19,12 @@ from torch import Tensor
 from cascade_train.batch import Batch
 from cascade_train.errors import ConfigError
 from cascade_train.models.autoencoder_kl import KLAutoencoder
+from cascade_train.models.control import Conditions, Control, ControlOptions
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
+from cascade_train.models.stable_diffusion.formats.stored_pipeline import stored_pipeline
 from cascade_train.models.stable_diffusion.unet_config import ConditionUNetConfig
-from cascade_train.models.stage import Conditions, Control, ControlOptions, Images, Save, Tokens, to_device
+from cascade_train.models.stage import Images, Save, Tokens, to_device
 from cascade_train.models.text_encoder import SecondTextEncoder
 
 Drawn = dict[str, Tensor]
@@ -157,8 +159,6 @@ class StableDiffusion(DenoisingStage):
     @classmethod
     def stored_pipeline(cls, folder: Path, model: str) -> tuple[list[str], dict[str, Any]]:
         """Return how a training of a pipeline's folder is composed, see `Stage.stored_pipeline`."""
-        from cascade_train.models.stable_diffusion.formats.stored_pipeline import stored_pipeline  # heavy: diffusers
-
         return stored_pipeline(folder, model)
 
     def exports(self) -> Mapping[str, Save]:

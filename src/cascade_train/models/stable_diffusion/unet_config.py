@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from cascade_train.options import check_blocks
-
-if TYPE_CHECKING:
-    from cascade_train.models.stable_diffusion.networks.unet import ConditionUNet
 
 DOWN, CROSS_DOWN = "DownBlock2D", "CrossAttnDownBlock2D"
 UP, CROSS_UP = "UpBlock2D", "CrossAttnUpBlock2D"
@@ -97,7 +95,7 @@ class ConditionUNetConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"network.dropout={self.dropout}: is a probability, give one in [0, 1)")
 
-    def build(self) -> ConditionUNet:
+    def build(self) -> nn.Module:
         """Make the network on the meta device, without memory and without values."""
         from cascade_train.models.stable_diffusion.networks.unet import ConditionUNet
 

@@ -100,20 +100,18 @@ def set_measures(made_ND: Tensor, real_ND: Tensor) -> dict[str, float]:
 
     At least `LEAST` pictures are in each. The subsets of KID are drawn by the library's own seed.
     """
-    from torch_fidelity.metric_fid import KEY_METRIC_FID, fid_features_to_statistics, fid_statistics_to_metric
-    from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, KEY_METRIC_KID_STD, kid_features_to_metric
-    from torch_fidelity.metric_prc import KEY_METRIC_PRECISION, KEY_METRIC_RECALL, prc_features_to_metric
+    from torch_fidelity import metric_fid, metric_kid, metric_prc
 
-    moments = [fid_features_to_statistics(each) for each in (made_ND, real_ND)]
+    moments = [metric_fid.fid_features_to_statistics(each) for each in (made_ND, real_ND)]
     subset = min(KID_SUBSET, len(made_ND), len(real_ND))
-    kid = kid_features_to_metric(made_ND, real_ND, kid_subset_size=subset, verbose=False)
-    near = prc_features_to_metric(made_ND, real_ND, prc_neighborhood=NEIGHBOURS, verbose=False)
+    kid = metric_kid.kid_features_to_metric(made_ND, real_ND, kid_subset_size=subset, verbose=False)
+    near = metric_prc.prc_features_to_metric(made_ND, real_ND, prc_neighborhood=NEIGHBOURS, verbose=False)
     return {
-        "fid": fid_statistics_to_metric(*moments, verbose=False)[KEY_METRIC_FID],
-        "kid": kid[KEY_METRIC_KID_MEAN],
-        "kid_std": kid[KEY_METRIC_KID_STD],
-        "precision": near[KEY_METRIC_PRECISION],
-        "recall": near[KEY_METRIC_RECALL],
+        "fid": metric_fid.fid_statistics_to_metric(*moments, verbose=False)[metric_fid.KEY_METRIC_FID],
+        "kid": kid[metric_kid.KEY_METRIC_KID_MEAN],
+        "kid_std": kid[metric_kid.KEY_METRIC_KID_STD],
+        "precision": near[metric_prc.KEY_METRIC_PRECISION],
+        "recall": near[metric_prc.KEY_METRIC_RECALL],
     }
 
 

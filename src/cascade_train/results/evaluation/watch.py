@@ -10,19 +10,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from cascade_train.config.saved import CONFIG_NAME
 from cascade_train.config.schema import ParallelMode
 from cascade_train.distributed.consensus import from_rank_zero
-from cascade_train.distributed.process_group import World
+from cascade_train.distributed.process_group import World, process_group
 from cascade_train.engine.checkpoint.folder import CheckpointFolder, Manifest, whole_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.run.lock import LOCK_NAME
 from cascade_train.errors import ConfigError
-from cascade_train.results.evaluation.judge import Judge, locked
+from cascade_train.files.run_folder import exported_step, is_run
+from cascade_train.results.evaluation.judge import Judge, Settings, locked, measurable
 from cascade_train.results.evaluation.verdict import Verdict, judged, publish
 from cascade_train.results.export import export_checkpoint, find_checkpoint
-from cascade_train.results.find import TrainedModel
+from cascade_train.results.find import TrainedModel, run_of
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,60 @@ class Watched:
                     shutil.rmtree(weights, ignore_errors=True)
             publish(found, folder, run=self.run, step=step, track=self.track, is_main=world.is_main)
         return found
+
+
+def find_run(path: Path) -> Path | None:
+    """Return the run that left what is at `path`; None of published weights, or of an export that was moved."""
+    run = run_of(path)
+    if run is not None and run.name == "export" and (run.parent / CONFIG_NAME).is_file():
+        run = run.parent
+    return run if run is not None and is_run(run) else None
+
+
+def judge_weights(
+    settings: dict[str, Any],
+    model: TrainedModel,
+    decoder: TrainedModel | None,
+    run: Path | None,
+    *,
+    out: Path | None,
+    track: bool,
+) -> Verdict:
+    """Judge what a run exported, or other weights, as `Settings` of these arguments say. Collective."""
+    step = None if run is None else exported_step(run)
+    name = "export" if step is None else f"step_{step}"
+    folder, stamp = Path("evaluation"), None
+    if run is not None:
+        folder, stamp = run / "evaluation" / name, checkpoint_stamp(run / "checkpoints" / name)  # of the same weights
+    folder = out or folder
+    with process_group() as world, locked(folder, world):
+        judge = Judge(measurable(Settings(**settings), model), world)
+        found = judge.judge(model, decoder, folder, run=run, stamp=stamp)
+        publish(found, folder, run=run, step=step, track=track, is_main=world.is_main)
+    return found
+
+
+def judge_checkpoints(
+    settings: dict[str, Any],
+    model: TrainedModel,
+    decoder: TrainedModel | None,
+    run: Path,
+    checkpoint: int | None,
+    max_wait_hours: float | None,
+    *,
+    out: Path | None,
+    track: bool,
+) -> Verdict | None:
+    """Judge one checkpoint of a run, None = each as it appears, as `judge_weights` otherwise. Collective."""
+    with process_group() as world:
+        judge = Judge(measurable(Settings(**settings), model), world)
+        watched = Watched(run=run, model=model, decoder=decoder, out=out or run / "evaluation", track=track)
+        if checkpoint is not None:
+            return watched.judge(judge, checkpoint, world)
+        count = watch(watched, judge, world, max_wait_hours=max_wait_hours)
+    if world.is_main:
+        sys.stdout.write(f"{count} checkpoints of {run} judged\n")
+    return None
 
 
 def _poll(look: Callable[[], Found | None], *, seconds: float, sleep: Callable[[float], None]) -> Found | None:

@@ -33,7 +33,7 @@ from cascade_train.distributed import parallelize
 from cascade_train.engine.loop import Trainer
 from cascade_train.tasks.base import StepOutput
 from cascade_train.tasks.finetune import Finetune
-from cascade_train.tasks.text_to_image import PreparedBatch
+from cascade_train.tasks.prepared import PreparedBatch
 from tests.integration.runs import train
 from tests.unit.config.composing import checked
 

@@ -10,7 +10,7 @@ from omegaconf import MISSING
 
 from cascade_train.__main__ import is_training, launch
 from cascade_train.commands.parts.command_line import help_text, parse
-from cascade_train.config.help import commands
+from cascade_train.config.groups import commands
 from cascade_train.errors import ConfigError
 
 

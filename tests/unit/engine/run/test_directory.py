@@ -17,7 +17,9 @@ import yaml
 from cascade_train.engine.checkpoint.folder import read_manifest, write_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.run import directory as module
-from cascade_train.engine.run.directory import claim, claimed, describe_environment
+from cascade_train.engine.run import environment
+from cascade_train.engine.run.directory import claim, claimed
+from cascade_train.engine.run.environment import describe_environment
 from cascade_train.errors import ConfigError, Interrupted, RunError
 from cascade_train.signals import Signals
 
@@ -501,7 +503,7 @@ def test_no_secret_of_the_command_line_or_the_environment_is_described(world, mo
 
 
 def test_a_package_that_is_missing_is_null():
-    assert module._version("no-such-package-here") is None
+    assert environment._version("no-such-package-here") is None
 
 
 def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path, monkeypatch):
@@ -513,12 +515,12 @@ def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path, monke
     git("init", "-q")
     code = tmp_path / "code.py"
     code.write_text("a = 1\n")
-    assert module._git_commit.__wrapped__(code) is None, "a file that is not tracked, as in a venv inside a checkout"
+    assert environment._git_commit.__wrapped__(code) is None, "not tracked, as in a venv inside a checkout"
     git("add", "code.py")
     git("commit", "-qm", "one")
     commit = git("rev-parse", "HEAD")
-    assert module._git_commit.__wrapped__(code) == commit
+    assert environment._git_commit.__wrapped__(code) == commit
     code.write_text("a = 2\n")
-    assert module._git_commit.__wrapped__(code) == f"{commit}+changes"
+    assert environment._git_commit.__wrapped__(code) == f"{commit}+changes"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert module._git_commit.__wrapped__(code) is None, "without git"
+    assert environment._git_commit.__wrapped__(code) is None, "without git"

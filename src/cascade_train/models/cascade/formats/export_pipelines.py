@@ -22,12 +22,14 @@ from cascade_train.models.cascade.networks.unet import StableCascadeUNet
 from cascade_train.models.cascade.semantic_compressor import EfficientNetCompressor
 from cascade_train.models.formats.export import (
     build_plain_network,
+    copy_on_host,
     fixed_prediction,
+    on_host,
     quiet,
     read_back_error,
     replaced_directory,
 )
-from cascade_train.models.formats.pipeline_parts import copy_on_host, on_host, tokenizer_of_length
+from cascade_train.models.text_encoder import tokenizer_of_length
 
 if TYPE_CHECKING:
     from cascade_train.models.cascade.stage_b import StageB

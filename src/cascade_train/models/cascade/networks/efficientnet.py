@@ -6,6 +6,7 @@ Shape legend: B batch, C channels, H W image size.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 from urllib.error import URLError
 
 import torch
@@ -37,11 +38,15 @@ class FixedBatchNorm2d(nn.BatchNorm2d):
         return nn.functional.batch_norm(x_BCHW, mean_C, variance_C, scale_C, shift_C, eps=self.eps)
 
 
+def _models() -> Any:
+    from torchvision import models  # seconds to import, and few runs need it
+
+    return models
+
+
 def build_features() -> nn.Sequential:
     """Return the features of EfficientNet-V2-S for (B, 3, H, W), without download, on torch's current device."""
-    from torchvision.models import efficientnet_v2_s  # seconds to import, and few runs need it
-
-    return efficientnet_v2_s(weights=None).features
+    return _models().efficientnet_v2_s(weights=None).features
 
 
 def build_control_features(channels: int) -> nn.Sequential:
@@ -90,10 +95,8 @@ def _read(source: str, key: str) -> dict[str, Tensor]:
 
 
 def _download(key: str) -> Mapping[str, Tensor]:
-    from torchvision.models import EfficientNet_V2_S_Weights
-
     try:
-        return EfficientNet_V2_S_Weights.IMAGENET1K_V1.get_state_dict(progress=False)
+        return _models().EfficientNet_V2_S_Weights.IMAGENET1K_V1.get_state_dict(progress=False)
     except (URLError, OSError) as error:
         raise ConfigError(
             f"{key}={IMAGENET}: torchvision cannot download its weights ({error}); name a file that you copied here, "

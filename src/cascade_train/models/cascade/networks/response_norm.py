@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library, register_fake
 
-from cascade_train.models.cascade.networks.unet import SDCascadeResBlock
+from cascade_train.files.package import without_siblings
+
+with without_siblings("diffusers.models.unets"):
+    from diffusers.models.unets.unet_stable_cascade import SDCascadeResBlock
 
 EPSILON = 1e-6
 _HAS_TRITON = find_spec("triton") is not None

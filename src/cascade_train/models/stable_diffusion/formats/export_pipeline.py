@@ -14,15 +14,17 @@ from torch import Tensor
 from cascade_train.models.formats.export import (
     build_plain_network,
     check_equal_tensors,
+    copy_on_host,
     fixed_prediction,
     module_around,
+    on_host,
     quiet,
     read_back_error,
     replaced_directory,
 )
-from cascade_train.models.formats.pipeline_parts import copy_on_host, on_host, tokenizer_of_length
 from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from cascade_train.models.stage import below
+from cascade_train.models.text_encoder import tokenizer_of_length
 
 if TYPE_CHECKING:
     from cascade_train.models.stable_diffusion.stage import StableDiffusion

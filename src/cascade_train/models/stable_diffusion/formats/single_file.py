@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import stored_mapping
-from cascade_train.models.autoencoder_kl import VAE, read_vae
+from cascade_train.models.autoencoder_kl import VAE, converter, read_vae
 from cascade_train.models.family import NameLayout, Stored, own_names
 from cascade_train.models.formats.export import check_equal_tensors, model_spec, quiet, replaced_file
 from cascade_train.models.formats.weights import open_weights, read_belonging, write_tensors
@@ -41,20 +41,17 @@ OPEN_CLIP_WIDTH = 1024
 """Hidden size of the text tower of Stable Diffusion 2, which is OpenCLIP's; 1.x has another."""
 
 
-def original_layout(config: Mapping[str, Any], marker: str, converter: str) -> NameLayout:
+def original_layout(config: Mapping[str, Any], marker: str, convert: str) -> NameLayout:
     """Return the layout of a network of this diffusers config, stored under diffusers' names or the original's.
 
-    `marker` is how a name of the original begins, as a pattern; `converter` is diffusers' function that renames them.
+    `marker` is how a name of the original begins, as a pattern; `convert` is diffusers' function that renames them.
     """
 
     def layout(stored_names: Iterable[str]) -> dict[str, Stored]:
         names = list(stored_names)
         if not any(re.match(marker, name) for name in names):
             return own_names(names)
-        from diffusers.loaders import single_file_utils  # heavy
-
-        convert = getattr(single_file_utils, converter)
-        converted = convert({name: name for name in names}, config)  # renames, and reads no tensor
+        converted = converter(convert)({name: name for name in names}, config)  # renames, and reads no tensor
         return {name: Stored(stored) for name, stored in converted.items() if stored is not None}
 
     return layout
@@ -67,8 +64,6 @@ def unet_layout(config: Mapping[str, Any]) -> NameLayout:
 
 def read_text_tower(source: str, module: nn.Module, *, part: str) -> dict[str, Tensor]:
     """Return the tensors of a text tower in a single file, under the names of `module`, a class of transformers."""
-    from diffusers.loaders.single_file_utils import convert_ldm_clip_checkpoint, convert_open_clip_checkpoint  # heavy
-
     key = f"model.{part}.weights"
     stored = read_belonging(source, key, None, lambda name: name.startswith(TOWERS[part]))
     if not any(name.startswith(TOWERS[part]) for name in stored):
@@ -77,9 +72,9 @@ def read_text_tower(source: str, module: nn.Module, *, part: str) -> dict[str, T
         )
     prefix = next((each for each in OPEN_CLIP if any(name.startswith(each) for name in stored)), None)
     if prefix is None:
-        found = convert_ldm_clip_checkpoint(stored)
+        found = converter("convert_ldm_clip_checkpoint")(stored)
     else:
-        found = convert_open_clip_checkpoint(module, stored, prefix=prefix)
+        found = converter("convert_open_clip_checkpoint")(module, stored, prefix=prefix)
     outer = "" if hasattr(module, "text_model") else "text_model."
     return {name.removeprefix(outer): each for name, each in found.items() if not name.endswith("position_ids")}
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import parsing, stored_mapping
+from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from cascade_train.models.stable_diffusion.unet_config import ConditionUNetConfig
 
 LATENT_SIDE = 64
@@ -51,9 +52,7 @@ def _network(stored: Mapping[str, Any]) -> dict[str, Any]:
 
     What that lacks, or has one number for all levels, is as diffusers takes it.
     """
-    from diffusers import UNet2DConditionModel  # heavy
-
-    known = inspect.signature(UNet2DConditionModel.__init__).parameters
+    known = inspect.signature(STABLE_DIFFUSION.network_class().__init__).parameters
     found = {name: each.default for name, each in known.items()} | dict(stored)
     found["attention_head_dim"] = found["num_attention_heads"] or found["attention_head_dim"]
     for name in ("attention_head_dim", "transformer_layers_per_block"):

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from cascade_train.models.formats.export import (
     build_plain_network,
+    copy_on_host,
     fixed_prediction,
+    on_host,
     quiet,
     read_back_error,
     replaced_directory,
 )
-from cascade_train.models.formats.pipeline_parts import copy_on_host, on_host, tokenizer_of_length
+from cascade_train.models.text_encoder import tokenizer_of_length
 
 
 def save_pipeline(stage: Any, state: Mapping[str, Tensor], directory: Path) -> float:

@@ -1,0 +1,131 @@
+"""The pictures of a folder and the folders below it, and the files that lie beside them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cascade_train.data.index.row_filter import read_metadata
+from cascade_train.data.sample import FileLimits, UnreadableSampleError
+from cascade_train.errors import ConfigError
+from cascade_train.files.untrusted import open_regular, parsing, read_yaml
+
+EXTENSIONS = ("jpg", "jpeg", "jfif", "png", "webp", "bmp")  # of pictures, in any case
+
+MULTIPLY = "multiply.txt"
+CAPTION_FILES = ("", ".txt", ".caption")  # by the number in the index; the first is the picture's name
+VALUE_FILES = ("", ".json", ".yaml", ".yml")  # by the number in the index; the first is none
+MASK = ".mask.png"
+_MOST_REPEATS = 10_000  # of each picture in an epoch
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureFile:
+    """A picture in a folder and what lies beside it."""
+
+    name: str  # relative to the root, with slashes
+    factor: float  # how often it comes in an epoch, from the folder's `multiply.txt`
+    caption: int  # position in `CAPTION_FILES`
+    values: int  # position in `VALUE_FILES`
+    mask: bool  # whether it has a mask
+    row: Mapping[str, Any] = field(default_factory=dict)  # what a metadata file says
+
+
+def find_pictures(root: Path, others: list[str]) -> Iterator[PictureFile]:
+    """Yield the pictures below a folder, folders and names in the order of their code points.
+
+    `others` gets the names of visible files that belong to none of them. Links to folders are followed; a folder that
+    is reached again, as by a loop of links, counts once. A ConfigError for a missing folder or a wrong `multiply.txt`.
+    """
+    if not root.is_dir():
+        other = f". Tars are read by: data=webdataset data.urls={root}" if root.suffix == ".tar" else ""
+        raise ConfigError(
+            f"data.path={root} is not a folder; paths are relative to the current folder, {Path.cwd()}{other}"
+        )
+    seen: set[tuple[int, int]] = set()
+    strange: list[str] = []
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=_raise):
+        stat = Path(folder).stat()
+        if (stat.st_dev, stat.st_ino) in seen:
+            folders.clear()
+            continue
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        seen.add((stat.st_dev, stat.st_ino))
+        prefix = "" if Path(folder) == root else f"{Path(folder).relative_to(root).as_posix()}/"
+        strange += [name for name in names if not _is_utf8(prefix + name)]
+        visible = sorted(name for name in names if not name.startswith(".") and _is_utf8(prefix + name))
+        yield from _in_one_folder(Path(folder), prefix, visible, others)
+    if strange:
+        _log.warning("%s: left out %d files whose names are not UTF-8: %s", root, len(strange), ascii(strange[:5]))
+
+
+def caption_of_name(name: str) -> str:
+    """Return the part of a file name before its first underscore, without the extension."""
+    return Path(name).stem.partition("_")[0].strip()
+
+
+def read_values(path: Path, limits: FileLimits) -> Mapping[str, Any] | None:
+    """Return the values of a json or yaml file; None where it is no mapping that can be read, or too large."""
+    try:
+        content = limits.read(path, path.suffix[1:])
+    except UnreadableSampleError:
+        return None
+    values = read_metadata(content)
+    if values is None and path.suffix != ".json":
+        try:
+            values = read_yaml(content)
+        except ValueError:
+            return None
+    return values if isinstance(values, Mapping) else None
+
+
+def beside(name: str, extension: str) -> str:
+    """Return the name of the file with another extension beside a picture."""
+    return f"{name.rpartition('.')[0]}{extension}"
+
+
+def counted(names: Sequence[str]) -> str:
+    """Return how many files of each kind there are, and the first of each: `3 .gif (a.gif)`."""
+    first: dict[str, str] = {}
+    kinds = Counter(Path(name).suffix.lower() for name in names if first.setdefault(Path(name).suffix.lower(), name))
+    return ", ".join(f"{count} {kind or 'without extension'} ({first[kind]})" for kind, count in kinds.most_common())
+
+
+def _in_one_folder(folder: Path, prefix: str, names: list[str], others: list[str]) -> Iterator[PictureFile]:
+    there, used = set(names), {MULTIPLY}
+    factor = _read_factor(folder / MULTIPLY) if MULTIPLY in there else 1.0
+    for name in names:
+        stem, _, extension = name.rpartition(".")
+        if stem and extension.lower() in EXTENSIONS and not name.endswith(MASK):
+            caption, values = (_first(stem, extensions, there) for extensions in (CAPTION_FILES, VALUE_FILES))
+            mask = f"{stem}{MASK}" in there
+            used |= {name, *(stem + extension for extension in (*CAPTION_FILES[1:], *VALUE_FILES[1:], MASK))}
+            yield PictureFile(name=prefix + name, factor=factor, caption=caption, values=values, mask=mask)
+    others += [prefix + name for name in names if name not in used]
+
+
+def _first(stem: str, extensions: tuple[str, ...], there: set[str]) -> int:
+    return next((i for i, extension in enumerate(extensions) if extension and stem + extension in there), 0)
+
+
+def _read_factor(path: Path) -> float:
+    remedy = "write one number, 0 or more, such as 2 or 0.5"
+    with parsing(str(path), "is no factor", remedy), open_regular(path, limit=100) as file:
+        factor = float(file.read())
+        if not 0 <= factor <= _MOST_REPEATS:
+            raise ValueError(f"{factor:g} is not between 0 and {_MOST_REPEATS}")
+        return factor
+
+
+def _is_utf8(name: str) -> bool:
+    return name.encode(errors="replace").decode() == name
+
+
+def _raise(error: OSError) -> None:
+    raise error
