@@ -6,9 +6,9 @@ A kind is one object without state. Its layers are peft's.
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,11 @@ Parts = Mapping[str, Tensor]
 """Tensors of one module's adapter, by their names in peft without the adapter's: `lora_A.weight`, `lokr_w1`."""
 
 Shape = tuple[int, ...]
-Place = TypeVar("Place", bound=Hashable)
+Place = tuple[str, str]
+"""A text encoder, or "" for the network, and a module in it."""
+
+Gathered = tuple[dict[str, Any], dict[Place, dict[str, Tensor]]]
+"""Options of `LoraSpec`, and the parts as peft has them, fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,19 @@ class LoraSpec:
         return self.alpha / self.rank
 
 
+@dataclass(frozen=True)
+class Strength:
+    """Rank and alpha of a stored adapter; alpha None = the rank."""
+
+    rank: int
+    alpha: float | None
+
+    @property
+    def scale(self) -> float:
+        """Return alpha / rank."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
 class AdapterKind(abc.ABC):
     """A kind of adapters.
 
@@ -66,9 +83,7 @@ class AdapterKind(abc.ABC):
         prefix: of the names of its tensors below a module.
         options: options of the task that it takes, beside those of all kinds.
         endings: how files name its tensors below a module, with a dot -> its part; `alpha` is a scalar.
-        program: what writes such files, for headers that kohya's programs look for.
-        shows_width: its tensors have the widths of the modules that they adapt.
-        in_diffusers: pipelines of diffusers load it.
+        factors: parts of every adapter -> the dimension that is the rank; other scales go into the first.
     """
 
     name: ClassVar[str]
@@ -76,12 +91,10 @@ class AdapterKind(abc.ABC):
     prefix: ClassVar[str]
     options: ClassVar[frozenset[str]] = frozenset()
     endings: ClassVar[Mapping[str, str]]
-    program: ClassVar[str] = "lycoris.kohya"
-    shows_width: ClassVar[bool] = True
-    in_diffusers: ClassVar[bool] = False
+    factors: ClassVar[Mapping[str, int]]
 
     @abc.abstractmethod
-    def config(self, spec: LoraSpec, *, dropout: float | None = None, **options: Any) -> Any:
+    def config(self, spec: LoraSpec, dropout: float | None = None, **options: Any) -> Any:
         """Return peft's configuration; with `dropout` that of a training, for which peft draws no values."""
 
     @abc.abstractmethod
@@ -94,40 +107,40 @@ class AdapterKind(abc.ABC):
 
     @abc.abstractmethod
     def delta(self, spec: LoraSpec, parts: Parts) -> Tensor:
-        """Return (out, in * kernel) fp32, what is added to a weight whose magnitudes do not train."""
+        """Return (out, in * kernel) fp32, what is added to a weight."""
 
     def change(self, spec: LoraSpec, parts: Parts, weight: Tensor) -> Tensor:
         """Return what is added to a weight (out, in, *kernel) fp32, of its shape."""
         return self.delta(spec, parts).view(weight.shape)
 
     def output(self, spec: LoraSpec, parts: Parts) -> Tensor:
-        """Return (out,) fp32, the change times a fixed input."""
+        """Return (out,) fp32, the delta times a fixed input."""
         delta = self.delta(spec, parts)
         return delta @ fixed_input(delta.shape[1])
 
-    @abc.abstractmethod
     def to_file(self, spec: LoraSpec, parts: Parts) -> dict[str, Tensor]:
         """Return the parts by the endings that kohya's programs and LyCORIS write, with a dot."""
+        return {f".{part}": value for part, value in parts.items()} | {".alpha": torch.tensor(spec.alpha)}
 
-    @abc.abstractmethod
     def lacks(self, parts: Parts) -> bool:
         """Return whether a stored adapter lacks something."""
+        return not self.factors.keys() <= parts.keys()
 
-    @abc.abstractmethod
     def gather(
-        self,
-        adapters: Mapping[Place, Parts],
-        shapes: Mapping[Place, Shape],
-        *,
-        rank: int | None,
-        alpha: float | None,
-        origin: str,
-    ) -> tuple[dict[str, Any], dict[Place, Parts]]:
-        """Convert stored adapters to one architecture, fp32: its options of `LoraSpec`, and the parts as peft has them.
+        self, adapters: Mapping[Place, Parts], shapes: Mapping[Place, Shape], given: Strength | None, origin: str
+    ) -> Gathered:
+        """Convert stored adapters to one rank and alpha: fill ranks up with zeros, multiply other scales into a factor.
 
-        `rank` and `alpha` are those of all modules, of a file of peft's; None = the parts say them. `origin` begins
-        errors.
+        `given` are those of a file of peft's, whose tensors do not say them. `origin` begins errors.
         """
+        first, rank_of = next(iter(self.factors)), next(part for part, dim in self.factors.items() if dim == 0)
+        strengths = {place: strength(parts, parts[rank_of].shape[0], given) for place, parts in adapters.items()}
+        whole = common(strengths.values())
+        found = {}
+        for place, parts in adapters.items():
+            plain = {part: padded(parts[part], whole.rank, dim) for part, dim in self.factors.items()}
+            found[place] = plain | {first: rescaled(plain[first], strengths[place], whole)}
+        return {"rank": whole.rank, "alpha": whole.alpha}, found
 
 
 def fixed_input(width: int) -> Tensor:
@@ -135,23 +148,10 @@ def fixed_input(width: int) -> Tensor:
     return torch.randn(width, generator=torch.Generator().manual_seed(0))
 
 
-@dataclass(frozen=True)
-class Strength:
-    """Rank and alpha of one stored adapter; alpha None = the rank."""
-
-    rank: int
-    alpha: float | None
-
-    @property
-    def scale(self) -> float:
-        """Return alpha / rank."""
-        return 1.0 if self.alpha is None else self.alpha / self.rank
-
-
-def strength(parts: Parts, rank: int, alpha: float | None) -> Strength:
-    """Return the strength of a stored adapter; `alpha` goes before its own."""
+def strength(parts: Parts, rank: int, given: Strength | None) -> Strength:
+    """Return the strength of a stored adapter of this rank; an alpha that is given goes before its own."""
     own = parts.get("alpha")
-    return Strength(rank, alpha if own is None or alpha is not None else float(own))
+    return Strength(rank, given.alpha if given is not None else None if own is None else float(own))
 
 
 def common(strengths: Collection[Strength]) -> Strength:
@@ -165,13 +165,9 @@ def padded(tensor: Tensor, rank: int, dim: int) -> Tensor:
     """Return a factor fp32 with a dimension filled up to the rank with zeros, which changes no product."""
     shape = list(tensor.shape)
     shape[dim] = rank - shape[dim]
-    return (
-        torch.cat([tensor.float(), tensor.new_zeros(shape, dtype=torch.float32)], dim=dim)
-        if shape[dim]
-        else tensor.float()
-    )
+    return torch.cat([tensor.float(), torch.zeros(shape)], dim) if shape[dim] else tensor.float()
 
 
-def rescaled(tensor: Tensor, own: float, common: float) -> Tensor:
-    """Return a factor of an adapter with a scale of its own for one with the common scale."""
-    return tensor if own == common else tensor * (own / common)
+def rescaled(tensor: Tensor, own: Strength, whole: Strength) -> Tensor:
+    """Return a factor of an adapter with a scale of its own for one with the scale of all."""
+    return tensor if own.scale == whole.scale else tensor * (own.scale / whole.scale)

@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from cascade_train.models.adapters.kind import (
-    AdapterKind,
-    Init,
-    LoraSpec,
-    Parts,
-    Place,
-    Shape,
-    common,
-    padded,
-    rescaled,
-    strength,
-)
+from cascade_train.models.adapters.kind import AdapterKind, Init, LoraSpec, Parts, Shape
 from cascade_train.models.initialize import ZEROS, Fill
-
-PARTS = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
-"""B1 (out, rank), A1 (rank, in * kernel), B2 and A2."""
 
 
 class LoHa(AdapterKind):
-    """Hadamard products of two low-rank products, whose rank is up to rank^2; the same tensors in peft and LyCORIS."""
+    """Hadamard products of two low-rank products, whose rank is up to rank^2; the same tensors in peft and LyCORIS.
 
-    name = "loha"
-    title = "LoHa"
-    prefix = "hada_"
-    endings = {f".{part}": part for part in (*PARTS, "alpha")}  # noqa: RUF012
+    B1, A1, B2 and A2 are `hada_w1_a` (out, rank), `hada_w1_b` (rank, in * kernel), `hada_w2_a` and `hada_w2_b`.
+    """
 
-    def config(self, spec: LoraSpec, *, dropout: float | None = None, **options: Any) -> Any:
+    name, title, prefix = "loha", "LoHa", "hada_"
+    factors = MappingProxyType({"hada_w1_a": 1, "hada_w1_b": 0, "hada_w2_a": 1, "hada_w2_b": 0})
+    endings = MappingProxyType({f".{part}": part for part in (*factors, "alpha")})
+
+    def config(self, spec: LoraSpec, dropout: float | None = None, **options: Any) -> Any:
         """Return peft's `LoHaConfig`, see `AdapterKind.config`."""
         from peft import LoHaConfig  # takes seconds
 
@@ -49,36 +36,9 @@ class LoHa(AdapterKind):
     def shapes(self, spec: LoraSpec, module: Shape) -> dict[str, Shape]:
         """Return those of the two products, each of the weight's shape with its kernel flattened."""
         up, down = (module[0], spec.rank), (spec.rank, math.prod(module[1:]))
-        return dict(zip(PARTS, (up, down, up, down), strict=True))
+        return {part: up if dim else down for part, dim in self.factors.items()}
 
     def delta(self, spec: LoraSpec, parts: Parts) -> Tensor:
         """Return (alpha / rank) (B1 A1) * (B2 A2)."""
-        up1, down1, up2, down2 = (parts[part].float() for part in PARTS)
+        up1, down1, up2, down2 = (parts[part].float() for part in self.factors)
         return spec.scale * ((up1 @ down1) * (up2 @ down2))
-
-    def to_file(self, spec: LoraSpec, parts: Parts) -> dict[str, Tensor]:
-        """Return LyCORIS' names."""
-        return {f".{part}": parts[part] for part in PARTS} | {".alpha": torch.tensor(spec.alpha)}
-
-    def lacks(self, parts: Parts) -> bool:
-        """Return whether one of the four factors is missing."""
-        return any(part not in parts for part in PARTS)
-
-    def gather(
-        self,
-        adapters: Mapping[Place, Parts],
-        shapes: Mapping[Place, Shape],
-        *,
-        rank: int | None,
-        alpha: float | None,
-        origin: str,
-    ) -> tuple[dict[str, Any], dict[Place, Parts]]:
-        """Fill ranks up with zeros, and multiply other scales into B1."""
-        strengths = {place: strength(parts, parts[PARTS[1]].shape[0], alpha) for place, parts in adapters.items()}
-        whole = common(strengths.values())
-        found: dict[Place, Parts] = {}
-        for place, parts in adapters.items():
-            up1, down1, up2, down2 = (padded(parts[part], whole.rank, 1 - i % 2) for i, part in enumerate(PARTS))
-            up1 = rescaled(up1, strengths[place].scale, whole.scale)
-            found[place] = dict(zip(PARTS, (up1, down1, up2, down2), strict=True))
-        return {"rank": whole.rank, "alpha": whole.alpha}, found

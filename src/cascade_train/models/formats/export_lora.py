@@ -57,7 +57,7 @@ def save_lora(
         write_peft_folder(place, lora)
         write_single_file(place / SINGLE_FILE, lora, metadata)
         errors = [lora_error(lora, read(str(each)), directory) for each in (place, place / SINGLE_FILE)]
-        if family.lora_root is not None and KINDS[lora.spec.kind].in_diffusers:
+        if family.lora_root is not None and lora.spec.kind == "lora":
             write_diffusers_file(place, lora, family.lora_root)
             again = read(str(place / DIFFUSERS_FILE))
             errors.append(lora_error(replace(lora, tokens=None, tokens_2=None), again, directory))

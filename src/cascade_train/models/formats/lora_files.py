@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import parsing, stored_mapping
-from cascade_train.models.adapters.kinds import KINDS, is_adapter, kind_of, peft_options
+from cascade_train.models.adapters.kind import Strength
+from cascade_train.models.adapters.kinds import KINDS, is_adapter, peft_options
 from cascade_train.models.family import Family, Shape
 from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed, token_file
 from cascade_train.models.formats.weights import check_fit, read_tensors, shapes_of, write_tensors
@@ -228,14 +229,13 @@ def _read_by_name(
     named = {name: value for name, value in tensors.items() if name not in TOKEN_ROWS.values()}
     if header.get("format") == FORMAT:
         spec = _spec_of(header)
-        lora = read_keyed(named, modules, origin, family=family, alpha=spec.alpha, rank=spec.rank)
+        lora = read_keyed(named, modules, origin, family=family, given=Strength(spec.rank, spec.alpha))
         lora = replace(lora, spec=spec)
     elif is_keyed(named):
         if DIFFUSERS_HEADER in header:
             header = {**header, _ALPHA: str(json.loads(header[DIFFUSERS_HEADER])[f"{family.lora_root}.lora_alpha"])}
-        alpha = float(header[_ALPHA]) if _ALPHA in header else None
-        rank = int(header[_RANK]) if _RANK in header else None
-        lora = read_keyed(named, modules, origin, family=family, alpha=alpha, rank=rank)
+        given = Strength(int(header.get(_RANK, 1)), float(header[_ALPHA])) if _ALPHA in header else None
+        lora = read_keyed(named, modules, origin, family=family, given=given)
     else:
         first = ", ".join(list(tensors)[:2]) or "nothing"
         raise ConfigError(
@@ -280,9 +280,7 @@ def adapter_size(families: Iterable[Family], source: str, *, key: str) -> str | 
 def _network_shapes(tensors: Mapping[str, Tensor]) -> list[Shape]:
     """Return the shapes of adapters of the network that show its widths, without the text encoders' and tokens."""
     others = tuple(f"{tower}." for tower in TEXT_ENCODERS)
-    shapes, kind = shapes_of(tensors).items(), kind_of(tensors)
-    if kind is not None and not kind.shows_width:
-        return []
+    shapes = [(name, shape) for name, shape in shapes_of(tensors).items() if ".lokr_" not in name]
     return [shape for name, shape in shapes if not name.startswith(others) and name not in TOKEN_ROWS.values()]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.adapters.kind import AdapterKind, LoraSpec, Parts
+from cascade_train.models.adapters.kind import AdapterKind, LoraSpec, Parts, Place, Strength
 from cascade_train.models.adapters.kinds import KINDS, by_module, kind_of
 from cascade_train.models.family import Family, Shape, Spelling
 from cascade_train.models.formats.weights import write_tensors
@@ -37,7 +37,7 @@ def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, sp
             stem = prefix + spelling.names.get(name, name).replace(".", "_")
             tensors |= {f"{stem}{ending}": value for ending, value in kind.to_file(lora.spec, parts).items()}
     header = {  # what kohya's programs look for
-        "ss_network_module": kind.program,
+        "ss_network_module": "networks.lora" if kind.name == "lora" else "lycoris.kohya",
         "ss_network_dim": str(lora.spec.rank),
         "ss_network_alpha": str(lora.spec.alpha),
         "base_size": lora.spec.base_size or "",
@@ -72,21 +72,20 @@ def read_keyed(
     origin: str,
     *,
     family: Family,
-    alpha: float | None = None,
-    rank: int | None = None,
+    given: Strength | None = None,
 ) -> StoredLora:
     """Read adapters under ComfyUI's, kohya's, LyCORIS's or dotted names, for a family's network with these modules.
 
-    `alpha` and `rank` are those of every adapter; None = those of the tensors. A ConfigError names what is missing or
+    `given` is the strength of every adapter; None = that of the tensors. A ConfigError names what is missing or
     unexpected.
     """
     kind = kind_of(tensors) or KINDS["lora"]
     found, names = _collect(tensors, kind, origin), _known_names(family, [*modules])
-    places: dict[tuple[str, str], Parts] = {}
+    places: dict[Place, Parts] = {}
     for stem, parts in found.items():
-        strength = float(parts.get("alpha", 1.0)) if alpha is None else alpha
-        if not math.isfinite(strength):
-            raise ConfigError(f"{origin}: {stem} is scaled by {strength}; copy the file again")
+        alpha = float(parts.get("alpha", 1.0)) if given is None else given.scale
+        if not math.isfinite(alpha):
+            raise ConfigError(f"{origin}: {stem} is scaled by {alpha}; copy the file again")
         place = ("", names[stem]) if stem in names else _text_name(stem)
         if place is None:
             raise ConfigError(
@@ -94,7 +93,7 @@ def read_keyed(
             )
         places[place] = parts
     shapes = {("", name): shape for name, shape in modules.items()}
-    options, gathered = kind.gather(places, shapes, rank=rank, alpha=alpha, origin=origin)
+    options, gathered = kind.gather(places, shapes, given, origin)
     states: dict[str, dict[str, Tensor]] = {"": {}, **{tower: {} for tower in TEXT_ENCODERS}}
     for (tower, name), plain in gathered.items():
         states[tower] |= {f"{name}.{part}": value for part, value in plain.items()}
