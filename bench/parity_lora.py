@@ -113,7 +113,7 @@ def _load(network: CascadeUNet, variant: Variant, places: Sequence[Place]) -> No
         filters = variant.args["filters"]
         lora = read_lora(str(path), key="lora", family=CASCADE, modules=module_shapes(network), module_filters=filters)
     spec = lora.spec
-    attach_adapters(network, rank=spec.rank, alpha=spec.alpha, dropout=0.0, targets=spec.targets)
+    attach_adapters(network, spec)
     fill_adapters(network, lora.state, str(path))
 
 

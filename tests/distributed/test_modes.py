@@ -84,6 +84,11 @@ RUNS = {
     "dora_alone": (1, None, DORA),
     "dora_ddp": (2, None, (*DORA, "parallel=ddp", "train.micro_batch_size=2")),
     "dora_fsdp": (4, "count_loading", (*DORA, "parallel=fsdp")),
+    "lokr_alone": (1, None, (*LORA, "task.kind=lokr", "task.rank=2")),
+    "lokr": (2, None, (*LORA, "task.kind=lokr", "task.rank=2", "parallel=fsdp", "train.micro_batch_size=2")),
+    "lokr_ddp": (2, None, (*LORA, "task.kind=lokr", "task.rank=2", "parallel=ddp")),
+    "loha_alone": (1, None, (*LORA, "task.kind=loha")),
+    "loha": (2, None, (*LORA, "task.kind=loha", "parallel=fsdp")),
     "tokens_alone": (1, None, TOKENS),
     "tokens": (2, None, (*TOKENS, "parallel=fsdp", "train.micro_batch_size=2")),
     "control_alone": (1, None, CONTROL),
@@ -167,6 +172,7 @@ ALONE = {
     **dict.fromkeys(("at_once", "at_once_compiled"), "base"),
     "at_once_looked": "looked",
     **dict.fromkeys(("dora_ddp", "dora_fsdp"), "dora_alone"),
+    **{"lokr": "lokr_alone", "lokr_ddp": "lokr_alone", "loha": "loha_alone"},
     "tokens": "tokens_alone",
     **dict.fromkeys(("control", "control_ddp"), "control_alone"),
     **dict.fromkeys(("b_hybrid", "b_fsdp"), "b_alone"),
@@ -177,7 +183,7 @@ ALONE = {
 
 EXPORTED = {
     **dict.fromkeys(("base", "looked"), "prior/prior/diffusion_pytorch_model.safetensors"),
-    "dora_alone": "lora/lora.safetensors",
+    **dict.fromkeys(("dora_alone", "lokr_alone", "loha_alone"), "lora/lora.safetensors"),
     "tokens_alone": "lora/lora.safetensors",
     "control_alone": "controlnet/controlnet.safetensors",
     "b_alone": "decoder/decoder/diffusion_pytorch_model.safetensors",

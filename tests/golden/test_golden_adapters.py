@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from bench.parity_networks import build_network
-from cascade_train.models.lora import ADAPTER, Init, adapted_layers, inject_lora
+from cascade_train.models.adapters.kind import Init
+from cascade_train.models.lora import ADAPTER, adapted_layers, inject_lora
 
 
 class TestFirstValues:

@@ -39,6 +39,14 @@ RUNS = {
         *("validate.share=0.3", "validate.samples=2", "validate.every_steps=1", "validate.logsnr=[0]"),
     ),
     "lora": (*LORA, "train.precision=bf16", "activation_checkpointing=true"),
+    "lokr": (
+        *("task=lora", "model.weights={base}", "task.kind=lokr", "task.rank=2", "optimizer.lr=1e-2"),
+        *("task.preserve=[[circle,square]]", "train.precision=bf16", "activation_checkpointing=true"),
+    ),
+    "loha_of_stable_diffusion": (
+        *("task=lora", *untrained("sd_tiny"), "task.kind=loha", "task.rank=2", "optimizer.lr=1e-2"),
+        *("task.text_encoder_filters=[.self_attn]", "train.precision=bf16"),
+    ),
     "schedule_free": (
         *(
             *LORA,

@@ -48,17 +48,21 @@ def write_card(out: Path, names: Sequence[str], *, source: str, run: Path | None
     saved = None if run is None else OmegaConf.to_container(load_yaml(run / CONFIG_NAME))
     plain: Any = {} if saved is None else _without_places(redacted(saved))
     folder = None if run is None else newest_grid(run, step, "grid.png")
+    uses, kind = dict(_family(plain.get("model", {}), names).uses), plain.get("task", {}).get("kind", "lora")
+    if kind != "lora":
+        uses["lora"] = (
+            f"`lora/` holds adapters of the kind {kind}: `PeftModel.from_pretrained(network, 'lora')` of peft."
+        )
     (out / SAMPLES).unlink(missing_ok=True)
     if folder is not None:
         shutil.copyfile(folder / "grid.png", out / SAMPLES)
     title = plain["run"]["name"] if plain else "Stable Cascade weights"
     parts = [
-        f"---\n{to_yaml(_front_matter(names, plain.get('model', {'weights': source})))}---\n",
+        f"---\n{to_yaml(_front_matter(names, plain.get('model', {'weights': source}), is_plain=kind == 'lora'))}---\n",
         f"# {title}\n",
     ]
     parts += [f"![Samples]({SAMPLES})\n"] if folder is not None else []
     parts += ["## Use\n", "In a copy of this folder (`hf download <repository> --local-dir .`):\n"]
-    uses = _family(plain.get("model", {}), names).uses
     parts += ["".join(f"- {uses.get(name, f'`{name}` is for cascade_train.')}\n" for name in names)]
     if plain:
         metrics = {} if run is None else _metrics(run, step)
@@ -68,7 +72,7 @@ def write_card(out: Path, names: Sequence[str], *, source: str, run: Path | None
     write_durably(out / CARD, "\n".join(parts))
 
 
-def _front_matter(names: Sequence[str], model: Mapping[str, Any]) -> dict[str, Any]:
+def _front_matter(names: Sequence[str], model: Mapping[str, Any], *, is_plain: bool) -> dict[str, Any]:
     base, kind = parse_source(str(model.get("weights"))), [*names, "weights"][0].partition(".")[0]
     found: dict[str, Any] = {}
     if base is not None:
@@ -77,7 +81,8 @@ def _front_matter(names: Sequence[str], model: Mapping[str, Any]) -> dict[str, A
     if _loads_published(model):
         found |= LICENSE
     family = _family(model, names)
-    library = "diffusers" if family.in_diffusers & {*names} else "peft" if "lora" in names else "cascade_train"
+    in_diffusers = family.in_diffusers if is_plain else family.in_diffusers - {"lora"}
+    library = "diffusers" if in_diffusers & {*names} else "peft" if "lora" in names else "cascade_train"
     paints = {} if kind in ("vqgan", "stage_a", "vae") else {"pipeline_tag": "text-to-image"}
     return {**found, "library_name": library, **paints, "tags": [family.tag, kind, "cascade_train"]}
 

@@ -1,7 +1,7 @@
-"""Low-rank adapters in memory, by peft: which modules get them, and their initial values.
+"""Adapters in memory, by peft: which modules get them, and their initial values.
 
-An adapted layer computes W x + (alpha / rank) B A x (Hu et al. 2021, equation 3). Must not live here: files
-(formats/lora_files.py), and what trains or when (tasks/).
+Must not live here: what a kind of adapters computes (adapters/), files (formats/lora_files.py), and what trains or when
+(tasks/).
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import regex
 import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.initialize import ZEROS, Fill, Shares, fill_, torch_uniform
+from cascade_train.models.adapters.kind import Init
+from cascade_train.models.adapters.kind import LoraSpec as LoraSpec
+from cascade_train.models.adapters.kinds import KINDS, by_module, is_adapter, peft_options
+from cascade_train.models.adapters.lora import output_norms
+from cascade_train.models.initialize import Shares, fill_
 
 ADAPTER = "default"
 """peft's name of the one adapter that a network carries."""
@@ -26,33 +30,7 @@ ADAPTER = "default"
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 """Names of text encoders, as they have them in models, roots and files."""
 
-Init = Literal["kaiming", "original"]
-"""First values of adapters.
-
-kaiming: A uniform within 1 / sqrt(fan-in), B zero. original: A zero, B N(0, 1) (Stable Cascade, modules/lora.py), so
-that a first step of the same size changes the adapted weight sqrt(3 fan-in) times as much.
-"""
-
 MAGNITUDE = ".lora_magnitude_vector."
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraSpec:
-    """The architecture of a network's adapters.
-
-    Attributes:
-        rank: columns of B and rows of A, >= 1.
-        alpha: the adapters' output is scaled by alpha / rank.
-        targets: diffusers' names of the adapted modules.
-        base_size: the `model=` name of the network; None = no published size.
-        dora: each output of W + (alpha / rank) B A has a trained magnitude (Liu et al. 2024).
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    base_size: str | None
-    dora: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,24 +86,25 @@ def inject_lora(
     init: Init = "kaiming",
     dora: bool = False,
     joint_qkv: bool = False,
+    kind: str = "lora",
+    factor: int | None = None,
     key: str = "task.module_filters",
     without: Sequence[str] = (),
 ) -> list[str]:
     """Freeze `network`, give the selected modules fp32 adapters in place, and return their names.
 
-    The network is whole (not sharded) and not adapted yet; on meta, only A and B have values. The base keeps its dtype;
-    layers cast to fp32 for the adapter and back. The initial values are a function of (seed, module name) alone. With
+    The network is whole (not sharded) and not adapted yet; on meta, only adapters have values. The base keeps its
+    dtype; layers cast to fp32 for the adapter and back. First values are a function of (seed, module name) alone. With
     `dora` the magnitude of each output trains too, initialised as the base's; with `joint_qkv`, q, k and v of an
     attention share one A. `module_filters` and `key` are those of `select_modules`; `without` names excluded modules.
     """
     chosen, outside = select_modules(network, module_filters, key=key), tuple(f"{name}." for name in without)
     targets = [name for name in chosen if not f"{name}.".startswith(outside)] if outside else chosen
-    attach_adapters(network, rank=rank, alpha=alpha, dropout=dropout, targets=targets, dora=dora)
+    spec = LoraSpec(rank=rank, alpha=alpha, targets=tuple(targets), base_size=None, dora=dora, kind=kind, factor=factor)
+    attach_adapters(network, spec, dropout=dropout)
     for name, layer in adapted_layers(network):
-        down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-        original = init == "original"  # A and B begin with a product of zero either way
-        fill_(down, ZEROS if original else torch_uniform(down), seed, f"{name}.lora_A")
-        fill_(up, Fill(kind="normal", scale=1.0) if original else ZEROS, seed, f"{name}.lora_B")
+        for part, parameter in layer_parts(layer).items():
+            fill_(parameter, KINDS[kind].fill(part, parameter, init), seed, f"{name}.{part.removesuffix('.weight')}")
         weight = layer.get_base_layer().weight
         if dora and weight.is_meta:
             layer.lora_magnitude_vector[ADAPTER].to("meta")  # until the base has values, see `begin_magnitudes`
@@ -221,52 +200,48 @@ def _no_match(module_filter: str, names: Sequence[str]) -> str:
     return f"{module_filter!r} selects no linear or ungrouped convolution layer; {hint}"
 
 
-def attach_adapters(
-    network: nn.Module, *, rank: int, alpha: float, dropout: float, targets: Sequence[str], dora: bool = False
-) -> None:
-    """Freeze `network` and add fp32 adapters without values to exactly `targets`, in place.
+def attach_adapters(network: nn.Module, spec: LoraSpec, *, dropout: float = 0.0) -> None:
+    """Freeze `network` and add fp32 adapters without values to exactly the spec's targets, in place.
 
     No random number is drawn. Adapters are in the mode and on the device of their layer (on the host for meta).
     """
-    from peft import LoraConfig, inject_adapter_in_model  # takes seconds
+    from peft import inject_adapter_in_model  # takes seconds
 
     network.requires_grad_(requires_grad=False)
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        target_modules=list(targets),
-        init_lora_weights=False,
-        use_dora=dora,
-    )
+    config = KINDS[spec.kind].config(spec, dropout=dropout, target_modules=list(spec.targets))
     inject_adapter_in_model(config, network, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     layers = dict(adapted_layers(network))
-    if set(layers) != set(targets):
-        raise AssertionError(f"peft adapted other modules than asked: {sorted(set(layers) ^ set(targets))[:3]}")
+    if set(layers) != set(spec.targets):
+        raise AssertionError(f"peft adapted other modules than asked: {sorted(set(layers) ^ set(spec.targets))[:3]}")
     for layer in layers.values():
         device = layer.get_base_layer().weight.device
-        for part in (half[ADAPTER] for half in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector) if half):
-            memory = torch.empty(part.weight.shape, device="cpu" if device.type == "meta" else device)
-            part.weight = nn.Parameter(memory)
+        for name, parameter in _own_parameters(layer):
+            memory = torch.empty(parameter.shape, device="cpu" if device.type == "meta" else device)
+            owner, _, leaf = name.rpartition(".")
+            setattr(layer.get_submodule(owner), leaf, nn.Parameter(memory))
         layer.train(layer.get_base_layer().training)
 
 
-def output_norms(weight: Tensor) -> Tensor:
-    """Return the length (out,) fp32 of each output's weights, of (out, ...) (Liu et al. 2024, equation 2)."""
-    return weight.detach().float().flatten(1).norm(dim=1)
+def _own_parameters(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, each) for name, each in layer.named_parameters() if not name.startswith("base_layer.")]
 
 
-def magnitude_factor(magnitude: Tensor, weight: Tensor) -> Tensor:
-    """Return the factor that gives each output of a weight (out, ...) its magnitude, broadcastable to the weight."""
-    return (magnitude.flatten() / output_norms(weight)).view(-1, *[1] * (weight.ndim - 1))
+def layer_parts(layer: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of an adapted layer's adapter, by the names of its kind."""
+    return {plain_name(name): parameter for name, parameter in _own_parameters(layer)}
+
+
+def plain_name(name: str) -> str:
+    """Return a name of peft's without `ADAPTER`."""
+    return name.replace(f".{ADAPTER}.", ".").removesuffix(f".{ADAPTER}")
 
 
 def adapted_layers(network: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (name, peft's layer) of the adapted modules, in the network's order."""
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, module in network.named_modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, BaseTunerLayer):
             yield name, module
 
 
@@ -293,10 +268,10 @@ def halves_are_shared(state: Mapping[str, Tensor]) -> bool:
 def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the adapters of a whole network's state dict by plain names, without `ADAPTER`.
 
-    `<module>.lora_A.weight` and `.lora_B.weight`, with DoRA also `.lora_magnitude_vector.weight`.
+    Of LoRA `<module>.lora_A.weight` and `.lora_B.weight`, with DoRA also `.lora_magnitude_vector.weight`.
     """
     # copied: adapters that share a tensor are stored as if they did not
-    return {name.replace(f".{ADAPTER}.", "."): value.clone() for name, value in state.items() if ".lora_" in name}
+    return {plain_name(name): value.clone() for name, value in state.items() if is_adapter(name)}
 
 
 def tower_name(name: str) -> str:
@@ -306,7 +281,7 @@ def tower_name(name: str) -> str:
 
 def adapted_modules(state: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the modules that a state by plain names adapts, in order."""
-    return list(dict.fromkeys(name.rsplit(".lora_", 1)[0] for name in state))
+    return list(by_module(state))
 
 
 def lora_spec(network: nn.Module) -> LoraSpec:
@@ -314,15 +289,9 @@ def lora_spec(network: nn.Module) -> LoraSpec:
     layers = dict(adapted_layers(network))
     if not layers:
         raise AssertionError("the network carries no adapters")
-    first = next(iter(layers.values()))
+    options = peft_options(network.peft_config[ADAPTER].to_dict())
     shapes = {name.replace(".base_layer.", "."): tuple(value.shape) for name, value in network.state_dict().items()}
-    return LoraSpec(
-        rank=first.r[ADAPTER],
-        alpha=float(first.lora_alpha[ADAPTER]),
-        targets=tuple(layers),
-        base_size=network.family.size_of(shapes),
-        dora=ADAPTER in first.lora_magnitude_vector,
-    )
+    return LoraSpec(targets=tuple(layers), base_size=network.family.size_of(shapes), **options)
 
 
 def set_adapter_mode(network: nn.Module) -> None:
@@ -332,5 +301,6 @@ def set_adapter_mode(network: nn.Module) -> None:
     train/train_c_lora.py).
     """
     network.eval()
-    for _, layer in adapted_layers(network):
-        layer.lora_dropout.train()
+    for name, module in network.named_modules():
+        if name.endswith(".lora_dropout"):
+            module.train()

@@ -1,4 +1,4 @@
-"""Low-rank adapters on a frozen stage, and textual inversion: tokens of its text encoder."""
+"""Adapters on a frozen stage, and textual inversion: tokens of its text encoder."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cascade_train.batch import Batch
 from cascade_train.diffusion.objective import Diffused, Objective
 from cascade_train.errors import ConfigError
+from cascade_train.models.adapters.kinds import KINDS
 from cascade_train.models.formats.export_lora import save_lora
 from cascade_train.models.formats.lora_files import fill_adapters, refill_lora
 from cascade_train.models.lora import (
@@ -35,12 +36,18 @@ from cascade_train.options import File, Positive, check_least
 from cascade_train.tasks.base import Export
 from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage
 
+_OF_SOME_KINDS = {"dropout": 0.0, "init": "kaiming", "dora": False, "joint_qkv": False, "factor": None}
+"""Options that not every kind of adapters takes, and the values that ask for nothing."""
+
 
 @dataclass(kw_only=True, eq=False)
 class LoRA(TextToImage):
     """Trains adapters and named tokens, fp32 on a frozen base; the base's dropout is off.
 
     Args:
+        kind: of adapters. lora: low-rank (Hu et al. 2021). lokr, loha: LyCORIS' Kronecker and Hadamard products
+            (Yeh et al. 2024).
+        factor: of kind=lokr, the size of the first matrix; null = the divisor nearest to the square root of the width.
         rank: of every adapter, >= 1.
         alpha: the adapters' output is scaled by alpha / rank, > 0.
         init: initial values. kaiming: A uniform, B zero. original: A zero, B normal, which moves the adapted weights up
@@ -77,10 +84,13 @@ class LoRA(TextToImage):
     joint_qkv: bool = False
     preserve: list[list[str]] | None = None
     preserve_weight: Positive[float] = 1.0
+    kind: Literal["lora", "lokr", "loha"] = "lora"
+    factor: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least("rank", self.rank, 1, "an adapter needs at least one column")
+        self._check_kind()
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout}: is a probability on the adapters' input, give one in [0, 1)")
         if self.train_tokens == []:
@@ -91,6 +101,16 @@ class LoRA(TextToImage):
         self._spec: LoraSpec
         self._encoders: dict[str, TextEncoder]
         self._named: frozenset[str] = frozenset({"text_encoder"})
+
+    def _check_kind(self) -> None:
+        if self.factor is not None:
+            check_least("factor", self.factor, 1, "it is the size of a matrix; null = near the square root")
+        kind = KINDS[self.kind]
+        for name, unused in _OF_SOME_KINDS.items():
+            value = getattr(self, name)
+            if value != unused and name not in kind.options:
+                takers = " or ".join(f"kind={each.name}" for each in KINDS.values() if name in each.options)
+                raise ValueError(f"{name}={value}: is for {takers}, and kind={self.kind}; leave it out")
 
     def check_stage(self, stage: Stage) -> None:
         """Look up how many text encoders there are."""
@@ -169,7 +189,7 @@ class LoRA(TextToImage):
         return {name: each for name, each in encoders if any(p.requires_grad for p in each.module.parameters())}
 
     def _inject(self, module: nn.Module, filters: list[str] | None, key: str, without: Sequence[str] = ()) -> None:
-        own = ("rank", "alpha", "dropout", "seed", "init", "dora", "joint_qkv")
+        own = ("rank", "alpha", "seed", *_OF_SOME_KINDS, "kind")
         options = {name: getattr(self, name) for name in own}
         inject_lora(module, module_filters=filters, key=key, without=without, **options)
         set_adapter_mode(module)
@@ -178,7 +198,8 @@ class LoRA(TextToImage):
         """Count the adapted layers and the trained tokens."""
         layers = sum(1 for root in self._roots().values() for _ in adapted_layers(root))
         tokens = f", {len(self.train_tokens)} entries of train_tokens" if self.train_tokens else ""
-        return f"{layers} adapted layers of rank {self.rank}{tokens}"
+        kind = "" if self.kind == "lora" else f" ({KINDS[self.kind].title})"
+        return f"{layers} adapted layers of rank {self.rank}{kind}{tokens}"
 
     def exports(self) -> Mapping[str, Export]:
         """Return `lora`, a peft folder with a single file beside it; both hold the trained tokens' whole rows."""

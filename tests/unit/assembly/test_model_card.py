@@ -142,6 +142,17 @@ def test_a_lora_of_stable_diffusion_is_loaded_by_its_pipeline(tmp_path: Path) ->
     assert made.data.to_dict()["library_name"] == "diffusers"
 
 
+def test_adapters_of_another_kind_are_loaded_by_peft_alone(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "run", _target_="cascade_train.models.stable_diffusion.stage.StableDiffusion")
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    saved["task"]["kind"] = "lokr"
+    (run / "config.yaml").write_text(yaml.safe_dump(saved))
+    made = card(run, tmp_path / "out", ["lora"])
+    assert made.data.library_name == "peft"
+    assert "adapters of the kind lokr: `PeftModel.from_pretrained(network, 'lora')` of peft." in made.text
+    assert "load_lora_weights" not in made.text
+
+
 def test_a_stage_names_its_own_family_and_no_other_option_is_read(tmp_path: Path, monkeypatch: Any) -> None:
     def read() -> list[Any]:
         raise AssertionError("every option of the group is read")

@@ -72,7 +72,6 @@ def original_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def load_lora(network: CascadeUNet, source: str) -> LoraSpec:
     """Put stored adapters onto a network that has none, and return what they are."""
     lora = read_lora(source, key="from", family=CASCADE, modules=module_shapes(network))
-    spec = lora.spec
-    attach_adapters(network, rank=spec.rank, alpha=spec.alpha, dropout=0.0, targets=spec.targets, dora=spec.dora)
+    attach_adapters(network, lora.spec)
     fill_adapters(network, lora.state, f"from={source}")
-    return spec
+    return lora.spec

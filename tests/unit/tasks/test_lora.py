@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.formats.export_lora import export_lora
+from cascade_train.models.formats.lora_files import module_shapes, read_lora
 from cascade_train.models.lora import adapted_layers
 from tests.unit.models.small_networks import load_lora
 from tests.unit.models.stages import build_stage
@@ -50,6 +53,14 @@ class TestLoRAAsTheOriginal(TestLoRA):
 
 class TestLoRAThatPreserves(TestLoRA):
     changes = {"preserve": [["circle", "ring"]]}
+
+
+class TestLoKr(TestLoRA):
+    changes = {"kind": "lokr", "rank": 2, "text_encoder_filters": [".self_attn"], "train_tokens": TOKENS}
+
+
+class TestLoHa(TestLoRA):
+    changes = {"kind": "loha", "rank": 2, "preserve": [["circle", "ring"]]}
 
 
 def make(**changes: Any) -> Any:
@@ -145,6 +156,29 @@ def predictions(task: Any) -> tuple[torch.Tensor, torch.Tensor]:
 FULL = {"train_tokens": TOKENS, "text_encoder_filters": [".self_attn"], "dora": True}
 
 
+@pytest.mark.parametrize("model", ["c_tiny", "sd_tiny", "sdxl_tiny"])
+@pytest.mark.parametrize("options", [{"kind": "lokr", "factor": 4}, {"kind": "loha"}])
+def test_other_kinds_left_behind_predict_the_same_and_are_trained_on(
+    options: dict[str, Any], model: str, tmp_path: Path
+) -> None:
+    filters = {"module_filters": None, "text_encoder_filters": [".self_attn"]}
+    objective = component("objective", "gdf" if model == "c_tiny" else "ddpm")
+    task = with_values(attached(component("task", "lora", rank=2, **options, **filters), model, objective))
+    folder = left(task, "lora", tmp_path / "export")
+    assert not (folder / "pytorch_lora_weights.safetensors").exists(), "no pipeline of diffusers loads it"
+    again = component("task", "lora", rank=2, seed=9, weights=str(tmp_path), **options, **filters)
+    again = attached(again, model, objective)
+    for name, module in task.phases()[0].modules.items():
+        found = again.phases()[0].modules[name].state_dict()
+        assert all(torch.equal(found[key], value) for key, value in module.state_dict().items()), name
+    if model != "c_tiny":
+        network, family = task.stage.network, task.stage.family
+        lora = read_lora(str(folder), key="from", family=family, modules=module_shapes(network))
+        assert export_lora(lora, network, tmp_path / "a.safetensors", format="kohya", metadata={}) < 1e-6
+        towers = {"sd_tiny": {"te"}, "sdxl_tiny": {"te1", "te2"}}[model]
+        assert {name.split("_")[1] for name in load_file(tmp_path / "a.safetensors")} == {"unet"} | towers
+
+
 @pytest.fixture(scope="module")
 def left_behind(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A task whose adapters of both modules and whose tokens have values, and what it left."""
@@ -198,7 +232,9 @@ def losses(task: Any, *captions: str) -> Any:
     return prepared, task.loss(prepared)
 
 
-@pytest.mark.parametrize("options", [{}, {"text_encoder_filters": [".self_attn"], "dora": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"text_encoder_filters": [".self_attn"], "dora": True}, {"kind": "lokr"}, {"kind": "loha"}]
+)
 def test_what_the_base_predicts_under_other_words_is_preserved(options: dict[str, Any]) -> None:
     """The loss is the objective's of both predictions, and 0 for a caption without the words."""
     task = with_values(make(preserve=[["star", "ring"], ["red", "blue"]], preserve_weight=3.0, **options))
@@ -288,6 +324,12 @@ def test_a_filter_that_selects_nothing_is_refused() -> None:
     [
         ({"rank": 0}, "rank=0 must be at least 1: an adapter needs"),
         ({"alpha": 0.0}, "alpha=0.0 must be greater than 0"),
+        ({"kind": "lokr", "dora": True}, "dora=True: is for kind=lora, and kind=lokr; leave it out"),
+        ({"kind": "loha", "dropout": 0.1}, "dropout=0.1: is for kind=lora, and kind=loha"),
+        ({"kind": "lokr", "init": "original"}, "init=original: is for kind=lora"),
+        ({"kind": "loha", "joint_qkv": True}, "joint_qkv=True: is for kind=lora"),
+        ({"kind": "loha", "factor": 4}, "factor=4: is for kind=lokr, and kind=loha; leave it out"),
+        ({"kind": "lokr", "factor": 0}, "factor=0 must be at least 1: it is the size of a matrix"),
         ({"dropout": 1.0}, "dropout=1.0: is a probability on the adapters' input"),
         ({"train_tokens": []}, r"train_tokens=\[\]: names no token; give pairs like"),
         ({"preserve": []}, r"preserve=\[\]: give pairs of words"),

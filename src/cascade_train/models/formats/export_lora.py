@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.models.adapters.kinds import KINDS, by_module
 from cascade_train.models.family import Family
 from cascade_train.models.formats.export import (
     build_plain_network,
@@ -32,7 +33,7 @@ from cascade_train.models.formats.lora_files import (
     write_single_file,
 )
 from cascade_train.models.formats.lora_files_keyed import write_keyed, write_token_files
-from cascade_train.models.lora import LoraSpec, StoredLora, adapted_modules, magnitude_factor
+from cascade_train.models.lora import LoraSpec, StoredLora
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +57,12 @@ def save_lora(
         write_peft_folder(place, lora)
         write_single_file(place / SINGLE_FILE, lora, metadata)
         errors = [lora_error(lora, read(str(each)), directory) for each in (place, place / SINGLE_FILE)]
-        if family.lora_root is not None:
+        if family.lora_root is not None and lora.spec.kind == "lora":
             write_diffusers_file(place, lora, family.lora_root)
             again = read(str(place / DIFFUSERS_FILE))
             errors.append(lora_error(replace(lora, tokens=None, tokens_2=None), again, directory))
-            if lora.tokens is not None:
-                write_embeddings(place / "embeddings", lora)
+        if family.lora_root is not None and lora.tokens is not None:
+            write_embeddings(place / "embeddings", lora)
         return max(errors)
 
 
@@ -137,7 +138,7 @@ def lora_error(expected: StoredLora, found: StoredLora, path: Path) -> float:
 
 
 def _contributions(lora: StoredLora) -> list[dict[str, Tensor]]:
-    """Return (alpha / rank) B A x for a fixed x, magnitudes and rows, of network, text encoders and tokens by name."""
+    """Return changes times a fixed input, magnitudes and rows, of network, text encoders and tokens by name."""
     of_tokens = [each for each in (lora.tokens, lora.tokens_2) if each is not None]
     rows = [dict(zip(each.strings, each.rows, strict=True)) for each in of_tokens]
     states = (lora.state, lora.text_encoder, lora.text_encoder_2)
@@ -146,10 +147,7 @@ def _contributions(lora: StoredLora) -> list[dict[str, Tensor]]:
 
 def _outputs(state: Mapping[str, Tensor], spec: LoraSpec) -> dict[str, Tensor]:
     outputs = {n: v for n, v in state.items() if ".lora_magnitude_vector." in n}
-    for name in adapted_modules(state):
-        down, up = (state[f"{name}.lora_{half}.weight"].float().flatten(1) for half in ("A", "B"))
-        fixed = torch.randn(down.shape[1], generator=torch.Generator().manual_seed(0))
-        outputs[name] = spec.alpha / spec.rank * (up @ (down @ fixed))
+    outputs |= {name: KINDS[spec.kind].output(spec, parts) for name, parts in by_module(state).items()}
     return outputs
 
 
@@ -159,16 +157,10 @@ def merge_lora_into(state: dict[str, Tensor], lora: StoredLora, strength: float)
 
     W becomes W + strength (W' - W), W' being the adapted weight: with DoRA its outputs have the trained magnitudes.
     """
-    scale = lora.spec.alpha / lora.spec.rank
+    kind, parts = KINDS[lora.spec.kind], by_module(lora.state)
     for name in lora.spec.targets:
-        down, up = (lora.state[f"{name}.lora_{half}.weight"].float() for half in ("A", "B"))
         weight = state[f"{name}.weight"].float()
-        delta = scale * (up.flatten(1) @ down.flatten(1)).view(weight.shape)
-        magnitude = lora.state.get(f"{name}.lora_magnitude_vector.weight")
-        if magnitude is not None:
-            adapted = weight + delta
-            delta = adapted * magnitude_factor(magnitude.float(), adapted) - weight
-        state[f"{name}.weight"].copy_(weight + strength * delta)
+        state[f"{name}.weight"].copy_(weight + strength * kind.change(lora.spec, parts[name], weight))
 
 
 def merge_all(

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import parsing, stored_mapping
+from cascade_train.models.adapters.kind import Strength
+from cascade_train.models.adapters.kinds import KINDS, is_adapter, peft_options
 from cascade_train.models.family import Family, Shape
 from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed, token_file
 from cascade_train.models.formats.weights import check_fit, read_tensors, shapes_of, write_tensors
 from cascade_train.models.formats.weights_source import find_part
 from cascade_train.models.lora import (
-    ADAPTER,
     TEXT_ENCODERS,
     LoraSpec,
     StoredLora,
@@ -26,6 +27,7 @@ from cascade_train.models.lora import (
     adapted_layers,
     adapted_modules,
     lora_spec,
+    plain_name,
 )
 
 DEFAULT_FILTERS = (".attn",)
@@ -42,7 +44,7 @@ TOKEN_ROWS = {"text_encoder": "token_rows", "text_encoder_2": "token_rows_2"}
 
 DIFFUSERS_HEADER = "lora_adapter_metadata"
 _PEFT_PREFIX = "base_model.model."
-_ALPHA = "lora_alpha"  # of every adapter of a peft folder, from its configuration
+_ALPHA, _RANK = "lora_alpha", "r"  # of every adapter of a peft folder, from its configuration
 
 
 def write_single_file(path: Path, lora: StoredLora, metadata: Mapping[str, str]) -> None:
@@ -60,6 +62,8 @@ def write_single_file(path: Path, lora: StoredLora, metadata: Mapping[str, str])
         "dora": str(spec.dora).lower(),
         "targets": json.dumps(spec.targets),
     }
+    if spec.kind != "lora":
+        header |= {"kind": spec.kind, "factor": json.dumps(spec.factor)}
     tensors = dict(lora.state)
     for tower, (state, _) in lora.towers().items():
         tensors |= {f"{tower}.{name}": value for name, value in state.items()}
@@ -105,9 +109,7 @@ def _write_adapter(folder: Path, state: Mapping[str, Tensor], spec: LoraSpec) ->
 
 
 def _peft_config(state: Mapping[str, Tensor], spec: LoraSpec, **options: Any) -> Any:
-    from peft import LoraConfig
-
-    config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, use_dora=spec.dora, **options)
+    config = KINDS[spec.kind].config(spec, **options)
     # endings that names have in every version of transformers; peft would make a set, whose order is not fixed
     config.target_modules = [name.removeprefix("text_model.") for name in adapted_modules(state)]
     return config
@@ -169,7 +171,8 @@ def read_lora(
 ) -> StoredLora:
     """Read adapters of any known format that fit a network of these modules, see `module_shapes`.
 
-    `source` is one file (ours, ComfyUI's, kohya's, dotted names, or the original's), a peft folder, or a run.
+    `source` is one file (ours, ComfyUI's, kohya's, LyCORIS's, dotted names, or the original's), a peft folder, or a
+    run.
     `module_filters` are the modules that a file of the original adapts; other formats name them.
 
     Raises:
@@ -209,9 +212,10 @@ def _read_peft(folder: Path, key: str, *, prefix: str) -> tuple[dict[str, str], 
     if not (folder / ADAPTER_CONFIG).is_file() or not (folder / ADAPTER_FILE).is_file():
         raise ConfigError(f"{key}={folder}: is no adapter folder, it lacks {ADAPTER_CONFIG} or {ADAPTER_FILE}")
     with parsing(f"{key}={folder / ADAPTER_CONFIG}:"):
-        alpha = float(stored_mapping(folder / ADAPTER_CONFIG)["lora_alpha"])
+        options = peft_options(stored_mapping(folder / ADAPTER_CONFIG))
     tensors = read_tensors(folder / ADAPTER_FILE, key, what="adapter file")[1]
-    return {_ALPHA: str(alpha)}, {f"{prefix}{n.removeprefix(_PEFT_PREFIX)}": value for n, value in tensors.items()}
+    header = {_ALPHA: str(options["alpha"]), _RANK: str(options["rank"])}
+    return header, {f"{prefix}{n.removeprefix(_PEFT_PREFIX)}": value for n, value in tensors.items()}
 
 
 def _read_by_name(
@@ -224,13 +228,14 @@ def _read_by_name(
     """Read ours, peft's, ComfyUI's and kohya's adapters, which name their modules."""
     named = {name: value for name, value in tensors.items() if name not in TOKEN_ROWS.values()}
     if header.get("format") == FORMAT:
-        lora = read_keyed(named, modules, origin, family=family, alpha=float(header["alpha"]))
-        lora = replace(lora, spec=_spec_of(header))
+        spec = _spec_of(header)
+        lora = read_keyed(named, modules, origin, family=family, given=Strength(spec.rank, spec.alpha))
+        lora = replace(lora, spec=spec)
     elif is_keyed(named):
         if DIFFUSERS_HEADER in header:
             header = {**header, _ALPHA: str(json.loads(header[DIFFUSERS_HEADER])[f"{family.lora_root}.lora_alpha"])}
-        alpha = float(header[_ALPHA]) if _ALPHA in header else None
-        lora = read_keyed(named, modules, origin, family=family, alpha=alpha)
+        given = Strength(int(header.get(_RANK, 1)), float(header[_ALPHA])) if _ALPHA in header else None
+        lora = read_keyed(named, modules, origin, family=family, given=given)
     else:
         first = ", ".join(list(tensors)[:2]) or "nothing"
         raise ConfigError(
@@ -247,6 +252,8 @@ def _spec_of(header: Mapping[str, str]) -> LoraSpec:
         targets=tuple(json.loads(header["targets"])),
         base_size=header["base_size"] or None,
         dora=header.get("dora") == "true",
+        kind=header.get("kind", "lora"),
+        factor=json.loads(header.get("factor", "null")),
     )
 
 
@@ -260,7 +267,7 @@ def holds_lora(source: str) -> bool:
         return False
     with parsing(f"{path}:", "cannot be read as safetensors"), safe_open(path, framework="pt") as file:
         names = list(file.keys())
-    return is_keyed(names) or any(".lora_" in name for name in names)
+    return is_keyed(names) or any(map(is_adapter, names))
 
 
 def adapter_size(families: Iterable[Family], source: str, *, key: str) -> str | None:
@@ -271,9 +278,9 @@ def adapter_size(families: Iterable[Family], source: str, *, key: str) -> str | 
 
 
 def _network_shapes(tensors: Mapping[str, Tensor]) -> list[Shape]:
-    """Return the shapes of adapters of the network, without the text encoders' and tokens."""
+    """Return the shapes of adapters of the network that show its widths, without the text encoders' and tokens."""
     others = tuple(f"{tower}." for tower in TEXT_ENCODERS)
-    shapes = shapes_of(tensors).items()
+    shapes = [(name, shape) for name, shape in shapes_of(tensors).items() if ".lokr_" not in name]
     return [shape for name, shape in shapes if not name.startswith(others) and name not in TOKEN_ROWS.values()]
 
 
@@ -284,7 +291,7 @@ def module_shapes(network: nn.Module) -> dict[str, Shape]:
     for name, module in network.named_modules():
         inner = adapted[name].get_base_layer() if name in adapted else module
         weight = getattr(inner, "weight", None)
-        if isinstance(weight, nn.Parameter) and ".lora_" not in name and not name.endswith(".base_layer"):
+        if isinstance(weight, nn.Parameter) and not is_adapter(name) and not name.endswith(".base_layer"):
             shapes[name] = tuple(weight.shape)
     return shapes
 
@@ -296,6 +303,8 @@ def refill_lora(
     modules = module_shapes(network)
     lora = read_lora(source, key=key, family=network.family, modules=modules, module_filters=module_filters)
     spec, carried = lora.spec, lora_spec(network)
+    if spec.kind != carried.kind:
+        raise ConfigError(f"{key}={source}: its adapters are of another kind; set task.kind={spec.kind}")
     if (spec.rank, spec.alpha) != (carried.rank, carried.alpha):
         raise ConfigError(
             f"{key}={source}: its adapters have rank {spec.rank} and alpha {spec.alpha:g}, the task asks for "
@@ -310,9 +319,9 @@ def fill_adapters(network: nn.Module, state: Mapping[str, Tensor], origin: str) 
     if not hasattr(network, "text_model"):
         state = {name.removeprefix("text_model."): value for name, value in state.items()}
     wanted = {
-        name.replace(f".{ADAPTER}.", "."): (name, parameter)
+        plain_name(name): (name, parameter)
         for name, parameter in network.named_parameters(remove_duplicate=False)  # q, k and v may share one
-        if ".lora_" in name
+        if is_adapter(name)
     }
     _check_shapes(shapes_of({plain: p for plain, (_, p) in wanted.items()}), shapes_of(state), origin)
     for plain, (name, parameter) in wanted.items():
@@ -350,13 +359,9 @@ def _check_fit(lora: StoredLora, modules: Mapping[str, Shape], origin: str) -> N
         raise ConfigError(
             f"{origin}: adapts {absent[0]}, which this model has not; choose the model= the adapter was trained on"
         )
-    wanted: dict[str, Shape] = {}
-    for name in spec.targets:
-        out, into, *taps = modules[name]
-        wanted[f"{name}.lora_A.weight"] = (spec.rank, into, *taps)
-        wanted[f"{name}.lora_B.weight"] = (out, spec.rank, *(1 for _ in taps))
-        if spec.dora:
-            wanted[f"{name}.lora_magnitude_vector.weight"] = (1, out, 1, 1) if taps else (out,)
+    kind = KINDS[spec.kind]
+    shapes = {name: kind.shapes(spec, modules[name]) for name in spec.targets}
+    wanted = {f"{name}.{part}": shape for name, parts in shapes.items() for part, shape in parts.items()}
     _check_shapes(wanted, shapes_of(lora.state), origin)
 
 

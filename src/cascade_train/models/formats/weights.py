@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import check_floating, parsing
+from cascade_train.models.adapters.kinds import is_adapter
 from cascade_train.models.family import Family, NameLayout, Shape, Stored, own_names
 from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.initialize import Shares, materialise
@@ -292,7 +293,7 @@ def _check_network(network: nn.Module, tensors: StoredTensors, origin: str) -> N
     shapes = tensors.shapes()
     if not shapes:
         raise ConfigError(f"{origin}: holds no tensors")
-    if any(".lora_" in name for name in shapes):
+    if any(map(is_adapter, shapes)):
         raise ConfigError(
             f"{origin}: holds adapters, not a network's weights; train on them with task=lora task.weights=…, or merge "
             "them into weights: cascade-train merge"

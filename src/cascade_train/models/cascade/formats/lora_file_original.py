@@ -152,6 +152,8 @@ def write_original(path: Path, lora: StoredLora, modules: Mapping[str, Shape], m
 
 def _inexpressible(lora: StoredLora, modules: Mapping[str, Shape]) -> str | None:
     """Return what of an adapter the original's layout has no place for; None = nothing."""
+    if lora.spec.kind != "lora":
+        return f"adapters of another kind (task.kind={lora.spec.kind})"
     if lora.spec.dora:
         return "weights that are decomposed (dora)"
     if lora.text_encoder:

@@ -1,0 +1,1 @@
+"""Kinds of adapters: one file each, and `kind.py`, the contract."""

@@ -1,0 +1,173 @@
+"""The contract of a kind of adapters: its tensors, their first values, what they add to a weight, their names in files.
+
+A kind is one object without state. Its layers are peft's.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from cascade_train.models.initialize import Fill
+
+Init = Literal["kaiming", "original"]
+"""First values of LoRA.
+
+kaiming: A uniform within 1 / sqrt(fan-in), B zero. original: A zero, B N(0, 1) (Stable Cascade, modules/lora.py), so
+that a first step of the same size changes the adapted weight sqrt(3 fan-in) times as much.
+"""
+
+Parts = Mapping[str, Tensor]
+"""Tensors of one module's adapter, by their names in peft without the adapter's: `lora_A.weight`, `lokr_w1`."""
+
+Shape = tuple[int, ...]
+Place = tuple[str, str]
+"""A text encoder, or "" for the network, and a module in it."""
+
+Gathered = tuple[dict[str, Any], dict[Place, dict[str, Tensor]]]
+"""Options of `LoraSpec`, and the parts as peft has them, fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    """The architecture of a network's adapters.
+
+    Attributes:
+        rank: columns of B and rows of A, >= 1, and of the factors of other kinds.
+        alpha: the adapters' output is scaled by alpha / rank.
+        targets: diffusers' names of the adapted modules.
+        base_size: the `model=` name of the network; None = no published size.
+        dora: each output of W + (alpha / rank) B A has a trained magnitude (Liu et al. 2024).
+        kind: option of `task.kind`.
+        factor: of LoKr, see `LoKr`.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    base_size: str | None
+    dora: bool = False
+    kind: str = "lora"
+    factor: int | None = None
+
+    @property
+    def scale(self) -> float:
+        """Return alpha / rank."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class Strength:
+    """Rank and alpha of a stored adapter; alpha None = the rank."""
+
+    rank: int
+    alpha: float | None
+
+    @property
+    def scale(self) -> float:
+        """Return alpha / rank."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
+class AdapterKind(abc.ABC):
+    """A kind of adapters.
+
+    Attributes:
+        name: option of `task.kind`.
+        title: its name in sentences.
+        prefix: of the names of its tensors below a module.
+        options: options of the task that it takes, beside those of all kinds.
+        endings: how files name its tensors below a module, with a dot -> its part; `alpha` is a scalar.
+        factors: parts of every adapter -> the dimension that is the rank; other scales go into the first.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    prefix: ClassVar[str]
+    options: ClassVar[frozenset[str]] = frozenset()
+    endings: ClassVar[Mapping[str, str]]
+    factors: ClassVar[Mapping[str, int]]
+
+    @abc.abstractmethod
+    def config(self, spec: LoraSpec, dropout: float | None = None, **options: Any) -> Any:
+        """Return peft's configuration; with `dropout` that of a training, for which peft draws no values."""
+
+    @abc.abstractmethod
+    def fill(self, part: str, tensor: Tensor, init: Init) -> Fill:
+        """Return the first values of a part: those of all give a change of zero."""
+
+    @abc.abstractmethod
+    def shapes(self, spec: LoraSpec, module: Shape) -> dict[str, Shape]:
+        """Return the shapes of the parts for a module whose weight is (out, in, *kernel)."""
+
+    @abc.abstractmethod
+    def delta(self, spec: LoraSpec, parts: Parts) -> Tensor:
+        """Return (out, in * kernel) fp32, what is added to a weight."""
+
+    def change(self, spec: LoraSpec, parts: Parts, weight: Tensor) -> Tensor:
+        """Return what is added to a weight (out, in, *kernel) fp32, of its shape."""
+        return self.delta(spec, parts).view(weight.shape)
+
+    def output(self, spec: LoraSpec, parts: Parts) -> Tensor:
+        """Return (out,) fp32, the delta times a fixed input."""
+        delta = self.delta(spec, parts)
+        return delta @ fixed_input(delta.shape[1])
+
+    def to_file(self, spec: LoraSpec, parts: Parts) -> dict[str, Tensor]:
+        """Return the parts by the endings that kohya's programs and LyCORIS write, with a dot."""
+        return {f".{part}": value for part, value in parts.items()} | {".alpha": torch.tensor(spec.alpha)}
+
+    def lacks(self, parts: Parts) -> bool:
+        """Return whether a stored adapter lacks something."""
+        return not self.factors.keys() <= parts.keys()
+
+    def gather(
+        self, adapters: Mapping[Place, Parts], shapes: Mapping[Place, Shape], given: Strength | None, origin: str
+    ) -> Gathered:
+        """Convert stored adapters to one rank and alpha: fill ranks up with zeros, multiply other scales into a factor.
+
+        `given` are those of a file of peft's, whose tensors do not say them. `origin` begins errors.
+        """
+        first, rank_of = next(iter(self.factors)), next(part for part, dim in self.factors.items() if dim == 0)
+        strengths = {place: strength(parts, parts[rank_of].shape[0], given) for place, parts in adapters.items()}
+        whole = common(strengths.values())
+        found = {}
+        for place, parts in adapters.items():
+            plain = {part: padded(parts[part], whole.rank, dim) for part, dim in self.factors.items()}
+            found[place] = plain | {first: rescaled(plain[first], strengths[place], whole)}
+        return {"rank": whole.rank, "alpha": whole.alpha}, found
+
+
+def fixed_input(width: int) -> Tensor:
+    """Return a fixed draw (width,) by which contributions are compared."""
+    return torch.randn(width, generator=torch.Generator().manual_seed(0))
+
+
+def strength(parts: Parts, rank: int, given: Strength | None) -> Strength:
+    """Return the strength of a stored adapter of this rank; an alpha that is given goes before its own."""
+    own = parts.get("alpha")
+    return Strength(rank, given.alpha if given is not None else None if own is None else float(own))
+
+
+def common(strengths: Collection[Strength]) -> Strength:
+    """Return the largest rank, with the alpha of all where they are scaled alike, else with a scale of 1."""
+    largest = max(strengths, key=lambda each: each.rank)
+    is_one = len({each.scale for each in strengths}) == 1
+    return largest if is_one and largest.alpha is not None else Strength(largest.rank, float(largest.rank))
+
+
+def padded(tensor: Tensor, rank: int, dim: int) -> Tensor:
+    """Return a factor fp32 with a dimension filled up to the rank with zeros, which changes no product."""
+    shape = list(tensor.shape)
+    shape[dim] = rank - shape[dim]
+    return torch.cat([tensor.float(), torch.zeros(shape)], dim) if shape[dim] else tensor.float()
+
+
+def rescaled(tensor: Tensor, own: Strength, whole: Strength) -> Tensor:
+    """Return a factor of an adapter with a scale of its own for one with the scale of all."""
+    return tensor if own.scale == whole.scale else tensor * (own.scale / whole.scale)
