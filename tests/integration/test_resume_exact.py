@@ -92,6 +92,7 @@ RUNS = {
             "optimizer.lr=1e-2",
         ),
         *("task.text_encoder_filters=[.self_attn]", TOKENS, "model.text_encoder_2.lr=1e-3"),
+        *("model.text_encoder.stop_after=1", "model.text_encoder_2.stop_after=0.5"),
         *("train.precision=bf16", "activation_checkpointing=true"),
     ),
     "controlnet_of_stable_diffusion": (

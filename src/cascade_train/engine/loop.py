@@ -145,7 +145,7 @@ class Trainer:
                 continue
             outputs = list(self._backward(phase, prepared, len(micro_batches)))
             gathered = gather_samples(outputs)
-            norm = phase.clip()
+            norm = phase.clip(self.step, self.max_steps)
             self._trace(Trace(self.step, phase.phase.name, keys, gathered["loss"], norm))
             rates = phase.update(self.step, self.max_steps, self._withheld)
             prefix = "" if phase is self.phases[0] else f"{phase.phase.name}/"

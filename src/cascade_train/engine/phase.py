@@ -85,12 +85,16 @@ class BoundPhase:
             self._was_empty = not self.optimizer.state
             fill_state(self.optimizer)
 
-    def clip(self) -> Tensor:
+    def clip(self, step: int = 0, max_steps: int = 0) -> Tensor:
         """Limit the gradients' global norm to `max_grad_norm`; return what it was, () fp32. Collective.
 
-        A fused optimizer may divide them in its update instead, without a pass over memory of its own.
+        A fused optimizer may divide them in its update instead, without a pass over memory of its own. Roots that have
+        stopped before optimizer step `step` get none, so that no algorithm updates them.
         """
         settle_gradients(self.roots)
+        for root in self._stopped(step, max_steps):
+            for parameter in self.phase.modules[root].parameters():
+                parameter.grad = None
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = total_norm(gradients)
         if self.max_grad_norm is None:
@@ -134,9 +138,15 @@ class BoundPhase:
             if self.phase.rewritten:
                 each.release()
         rates = {"lr": self.base_lr * factor, **{f"lr_{root}": lr * factor for root, lr in self.lrs.items()}}
+        rates |= {f"lr_{root}": 0.0 for root in self._stopped(step, max_steps)}
         if isinstance(self.optimizer, Estimating):
             rates["d_lr"] = rates["lr"] * self.optimizer.estimate()
         return rates
+
+    def _stopped(self, step: int, max_steps: int) -> list[str]:
+        """Return the roots that stay as they are at optimizer step `step`."""
+        until = self.phase.until.items()
+        return [root for root, share in until if step > (share if share >= 1 else round(share * max_steps))]
 
     def _lr_factor(self, step: int, max_steps: int) -> float:
         factor = self.lr_schedule.factor(step, max_steps)

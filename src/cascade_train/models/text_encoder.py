@@ -54,10 +54,12 @@ class TextEncoder(ClipTower):
         pad_token: what fills captions up; null = the tokenizer's own.
         train: whether task=finetune trains the tower's weights too, of stages that allow it.
         lr: learning rate of what trains in the tower; null = the optimizer's.
+        stop_after: optimizer steps after which the tower stays as it is; below 1 = a share of `train.max_steps`; null =
+            it trains to the end.
 
     Raises:
         ValueError: a size below one, heads that do not divide the width, a layer that there is not, or a learning rate
-            that is not above 0.
+            or a stop that is not above 0.
     """
 
     key = "text_encoder"
@@ -73,6 +75,7 @@ class TextEncoder(ClipTower):
     pad_token: str | None = None
     train: bool = False
     lr: Free[Positive[float | None]] = None
+    stop_after: Free[Positive[float | None]] = None
 
     def __post_init__(self) -> None:
         check_fields(self, f"{self.key}.")

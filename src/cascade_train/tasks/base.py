@@ -60,6 +60,7 @@ class Phase:
         averaged: whether its weights are averaged where the run has an average.
         rewritten: whether `Task.after_step` writes its weights.
         lrs: learning rates of roots that have their own, by name, as `optimizer.lr` is one.
+        until: optimizer steps after which roots stay as they are, by name; below 1 = a share of the run's.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Phase:
     averaged: bool = True
     rewritten: bool = False
     lrs: Mapping[str, float] = field(default_factory=dict)
+    until: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,8 +60,9 @@ class TextToImage(Task):
                     f"model.{name}.train=true: is for task=finetune, and a {type(self).__name__} leaves the weights of "
                     "the model as they are. Set it to false"
                 )
-            if encoder.lr is not None and name not in self.trained_parts():
-                raise ConfigError(f"model.{name}.lr={encoder.lr}: nothing in this tower trains; leave it null")
+            for key, value in {"lr": encoder.lr, "stop_after": encoder.stop_after}.items():
+                if value is not None and name not in self.trained_parts():
+                    raise ConfigError(f"model.{name}.{key}={value}: nothing in this tower trains; leave it null")
         if self.image_keep_prob and stage.image_keep_prob == 0.0:
             raise ConfigError(
                 f"task.image_keep_prob={self.image_keep_prob}: an image is no condition of {stage.name}; leave it null"
@@ -87,7 +88,8 @@ class TextToImage(Task):
         towers = self.trained_towers()
         units = {"network": self.stage.units(), **{name: each.units() for name, each in towers.items()}}
         lrs = {name: each.lr for name, each in towers.items() if each.lr is not None}
-        return [Phase(name="train", modules=self._roots(), units=units, loss=self.loss, lrs=lrs)]
+        until = {name: each.stop_after for name, each in towers.items() if each.stop_after is not None}
+        return [Phase(name="train", modules=self._roots(), units=units, loss=self.loss, lrs=lrs, until=until)]
 
     def prepare_batch(self, batch: Batch) -> PreparedBatch:
         """Draw noise level, noise and dropped conditions, tokenize, and copy to the device."""

@@ -24,6 +24,7 @@ from cascade_train.engine.optimizer import REFUSED, OptimizerSpec, can_withhold,
 from cascade_train.engine.phase import BoundPhase, Ema, trainable_parameters
 from cascade_train.errors import ConfigError
 from cascade_train.tasks.base import Phase
+from tests.unit.engine import algorithms
 from tests.unit.engine.algorithms import restored
 
 
@@ -330,6 +331,32 @@ def test_a_root_has_a_learning_rate_of_its_own_under_the_same_schedule(world):
     for name, parameter in named.items():
         rate = 0.4 if name.startswith("text_encoder.") else 4.0
         torch.testing.assert_close(parameter.detach(), before[name] - rate * factor)
+
+
+@pytest.mark.parametrize("option", algorithms.OPTIONS)
+@pytest.mark.parametrize("stop", [2, 0.25])
+def test_a_root_stays_as_it_is_after_its_steps(option, stop, world):
+    torch.manual_seed(0)
+    modules = {name: nn.Linear(64, 64) for name in ("network", "text_encoder")}
+    phase = Phase(
+        name="train", modules=modules, units=dict.fromkeys(modules, []), loss=None, until={"text_encoder": stop}
+    )
+    named, given = trainable_parameters(phase), algorithms.spec(option)
+    optimizer = given.build(named, global_batch_size=1)
+    common = {"lr_schedule": ConstantSchedule(warmup_steps=1), "ema": None, "max_grad_norm": 1.0}
+    bound = BoundPhase(phase, optimizer=optimizer, base_lr=given.base_lr(1), **common)
+    inputs = torch.randn(8, 64)
+    for step in range(1, 5):
+        before = {name: parameter.detach().clone() for name, parameter in named.items()}
+        modules["text_encoder"](modules["network"](inputs)).square().mean().backward()
+        alone = torch.nn.utils.get_total_norm([p.grad for p in modules["network"].parameters()])
+        norm = bound.clip(step, 8)
+        rates = bound.update(step, 8, torch.zeros(()))
+        stopped = step > 2
+        assert (norm == alone) == stopped
+        assert rates.get("lr_text_encoder") == (0.0 if stopped else None)
+        for name, parameter in named.items():
+            assert torch.equal(parameter, before[name]) == (stopped and name.startswith("text_encoder.")), (step, name)
 
 
 def test_weights_have_a_factor_on_their_learning_rate_by_the_first_expression_found_in_their_name(world):

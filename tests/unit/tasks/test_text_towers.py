@@ -93,6 +93,9 @@ def test_towers_have_a_learning_rate_of_their_own() -> None:
     (phase,) = make("sd_tiny", "lora", {"lr": 1e-5}, text_encoder_filters=[".self_attn"]).phases()
     assert phase.lrs == {"text_encoder": 1e-5}
     assert make("sd_tiny").phases()[0].lrs == {}
+    assert make("sdxl_tiny").phases()[0].until == {}
+    (phase,) = make("sdxl_tiny", towers={"train": True, "stop_after": 0.5}).phases()
+    assert phase.until == {"text_encoder": 0.5, "text_encoder_2": 0.5}
 
 
 def test_what_no_text_comes_of_is_left_as_it_is() -> None:
@@ -181,6 +184,7 @@ def test_tokens_that_kohyas_format_has_no_place_for_are_refused_before_anything_
     [
         ("lora", {"train": True}, r"text_encoder\.train=true: is for task=finetune, and a LoRA leaves the weights"),
         ("controlnet", {"train": True}, r"train=true: is for task=finetune, and a ControlNet leaves the weights"),
+        ("lora", {"stop_after": 9}, r"model\.text_encoder\.stop_after=9: nothing in this tower trains; leave it null"),
         ("finetune", {"lr": 1e-5}, r"model\.text_encoder\.lr=1e-05: nothing in this tower trains; leave it null"),
     ],
 )
@@ -193,6 +197,7 @@ def test_towers_that_cannot_train_are_refused(option: str, towers: dict[str, Any
     ("model", "towers", "message"),
     [
         ("c_tiny", {"train": True}, r"model\.text_encoder\.train=true: the text tower of stage_c stays as it is"),
+        ("sd_tiny", {"stop_after": 0}, r"text_encoder\.stop_after=0 must be greater than 0"),
         ("sd_tiny", {"lr": 0.0}, r"text_encoder\.lr=0\.0 must be greater than 0"),
     ],
 )

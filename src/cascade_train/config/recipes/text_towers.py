@@ -53,7 +53,7 @@ def take_towers(recipe: Recipe, system: str, given: Values, table: Values, *, sa
         recipe.put({key, *mentioned} - {*unused}, ours | {f"{tower}.lr": rate for tower, rate in own.items()})
         recipe.implied |= {key} - said
         if key == STOP:
-            recipe.remarks.append("The file stops the text encoder at a step, and here it trains to the end.")
+            recipe.put(STOP, {f"{FIRST}.train": True, f"{FIRST}.stop_after": int(given[STOP])})
     for name in [name for name in unused if name not in recipe.taken()]:
         unset = trained and given[name] is None and name not in unread
         recipe.note(name, "nothing is set" if unset else "no text tower trains by it", Kind.SAME)

@@ -43,7 +43,11 @@ ADDED = {
     "run.on_end": None,
     "sample.negative_prompt": "",
     **{"checkpoint.every_epochs": None, "validate.every_epochs": None},
-    **{f"model.{tower}.{key}": value for tower in TOWERS for key, value in (("train", False), ("lr", None))},
+    **{
+        f"model.{tower}.{key}": value
+        for tower in TOWERS
+        for key, value in (("train", False), ("lr", None), ("stop_after", None))
+    },
     "train.master_weights": "fp32",
     "train.base_weights": None,
     "memory.budget_gb": None,
