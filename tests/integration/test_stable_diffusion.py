@@ -139,6 +139,18 @@ def test_a_tower_gets_and_loses_a_learning_rate_of_its_own_in_a_resume(optimizer
     assert len(set(rows.values())) == 1
 
 
+def test_a_cache_holds_pictures_at_several_sizes(tmp_path: Path) -> None:
+    model = (*untrained("sdxl_tiny"), "task=finetune")
+    sizes = ("data=mixture", *(f"+data@data.sources.s{size}=shapes" for size in (32, 64)), "data.num_workers=0")
+    sizes = (*sizes, "data.sources.s64.image_size=64", "data.sources.s32.samples=8", "data.sources.s64.samples=8")
+    assert launch(["cache", *model, *sizes, f"out={tmp_path / 'cache'}"]) == 0
+    common = (*SHORT[:-1], "train.max_steps=6", "sample.every_steps=null")
+    runs = [train(tmp_path / "pictures", *model, *common, *sizes)]
+    runs.append(train(tmp_path / "cached", *model, *common, "data=cached", f"data.path={tmp_path / 'cache'}"))
+    first, second = ([row["loss"] for row in read_metrics(run)] for run in runs)
+    assert first == pytest.approx(second, rel=1e-5)
+
+
 @pytest.mark.parametrize("conditions", ["original", "target"])
 def test_a_cache_of_sdxl_holds_all_shapes_and_sizes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], conditions: str

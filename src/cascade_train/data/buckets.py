@@ -33,7 +33,8 @@ class BucketTable:
     sizes_K2: np.ndarray  # (K, 2) int64, height and width of each bucket in pixels, all different
     ratio_E: np.ndarray  # (E,) width / height of the entries that pictures are compared with
     bucket_E: np.ndarray  # (E,) int64, the bucket of each entry: two ratios may round to one size
-    distance: Literal["log", "linear"]  # how far a picture is from an entry: `log` = |ln(a / b)|, `linear` = |a - b|
+    distance: Literal["log", "linear", "exact"]
+    """How far a picture is from an entry: `log` = |ln(a / b)|, `linear` = |a - b|; `exact` = it has a bucket's size."""
 
     @property
     def identity(self) -> str:
@@ -46,6 +47,13 @@ class BucketTable:
 
         Sizes are in pixels; a picture whose width or height is 0, unknown, counts as square.
         """
+        if self.distance == "exact":
+            size_K, own_N = (
+                h.astype(np.int64) << 32 | w.astype(np.int64) for h, w in (self.sizes_K2.T, (height_N, width_N))
+            )
+            order = np.argsort(size_K)
+            found_N = order[np.searchsorted(size_K[order], own_N).clip(max=len(order) - 1)]
+            return np.where(size_K[found_N] == own_N, found_N, 0)  # the first where the size is unknown
         known = (width_N > 0) & (height_N > 0)
         ratio_N = np.where(known, width_N, 1) / np.where(known, height_N, 1)
         own, other = (np.log(ratio_N), np.log(self.ratio_E)) if self.distance == "log" else (ratio_N, self.ratio_E)
@@ -62,6 +70,12 @@ class BucketTable:
         height_of, width_of = self.sizes_K2[bucket_N].T
         scale = np.maximum(width_of / np.maximum(width_N, 1), height_of / np.maximum(height_N, 1))
         return np.where(known, scale, 0.0)
+
+
+def exact_table(sizes_K2: np.ndarray) -> BucketTable:
+    """Return the buckets of samples that an index lists with the sizes they are trained at."""
+    ratio_K = sizes_K2[:, 1] / sizes_K2[:, 0]
+    return BucketTable(sizes_K2=sizes_K2, ratio_E=ratio_K, bucket_E=np.arange(len(sizes_K2)), distance="exact")
 
 
 @dataclass(kw_only=True)

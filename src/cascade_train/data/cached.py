@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from cascade_train.data.buckets import BucketTable
+from cascade_train.data.buckets import BucketTable, exact_table
 from cascade_train.data.captions import Captions
 from cascade_train.data.index.rows import Index
 from cascade_train.data.index.selection import RowSelector, Selection
@@ -79,9 +79,9 @@ class Cached(Source):
 
     def bucket_table(self, index: Index) -> BucketTable:
         """Return the sizes at which the cache was made."""
-        sizes_K2 = np.array(self.manifest.sizes, dtype=np.int64)
-        ratio_E = sizes_K2[:, 1] / sizes_K2[:, 0]
-        return BucketTable(sizes_K2=sizes_K2, ratio_E=ratio_E, bucket_E=np.arange(len(sizes_K2)), distance="log")
+        exact = exact_table(np.array(self.manifest.sizes, dtype=np.int64))
+        of_one_area = len(np.unique(exact.ratio_E)) == len(exact.ratio_E)
+        return replace(exact, distance="log") if of_one_area else exact  # of runs so far
 
     def selectors(self) -> list[RowSelector]:
         """Return selectors without the rows that the cache left out, and the quarantine's."""

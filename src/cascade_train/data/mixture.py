@@ -6,13 +6,15 @@ import abc
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
+from cascade_train.data.buckets import BucketTable, exact_table
 from cascade_train.data.captions import Captions
 from cascade_train.data.index.rows import ROW_FIELDS, Index, repeat_counts, repeat_rows
-from cascade_train.data.index.selection import selected
+from cascade_train.data.index.selection import RowSelector, selected, size_selection
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
@@ -29,13 +31,17 @@ class Part:
     source: Source  # opened
     index: Index  # what its `open` returned
     rows: np.ndarray  # (N,) int64 rows of the index, in the order in which they are laid out, repeated ones included
+    buckets: BucketTable  # the sizes that its samples are trained at
     prefix: str = ""  # of its keys in the joined index
     weight: float = 1.0  # of its samples' losses
 
 
 @dataclass(kw_only=True)
 class JoinedSource(Source):
-    """Sources laid out in blocks, each with an equal part of every source. A row is read by its own source."""
+    """Sources laid out in blocks, each with an equal part of every source. A row is read by its own source.
+
+    Sources whose `image_size` differs train at sizes of their own; the joined index then lists samples with these.
+    """
 
     @abc.abstractmethod
     def joined(self) -> Mapping[str, Source]:
@@ -53,11 +59,26 @@ class JoinedSource(Source):
                     f"data.{key}: a cache cannot be joined with other data, since it holds no pictures. Join the data"
                     " that it was made of, and make a cache of the whole."
                 )
-            if part.image_size != self.image_size:
-                raise ValueError(
-                    f"data.{key}.image_size={part.image_size} differs from data.image_size={self.image_size}: "
-                    "both follow model.image_size, leave them out"
-                )
+        tables = [self._table_of(part) for part in self.joined().values()]
+        self.has_sizes = any(table.identity != self._bucket_table.identity for table in tables)
+        if self.has_sizes:
+            sizes = dict.fromkeys(tuple(size) for table in tables for size in table.sizes_K2.tolist())
+            self._bucket_table = exact_table(np.array([*sizes], dtype=np.int64))
+
+    def _table_of(self, part: Source) -> BucketTable:
+        if isinstance(part, JoinedSource) and part.has_sizes:
+            return part._bucket_table
+        return self.buckets.table(part.image_size, self.aspect_ratios)
+
+    def selectors(self) -> list[RowSelector]:
+        """See `Source.selectors`; by size, each source is asked as it is opened where the joined index lists others."""
+        return self.quarantine_selectors() if self.has_sizes else super().selectors()
+
+    def _by_size(self, table: BucketTable) -> list[RowSelector]:
+        filters: list[RowSelector] = [partial(size_selection, self._size_filters)] if self._size_filters else []
+        if self.buckets.max_upscale is not None:
+            filters.append(lambda index: self.buckets.selection(index, table))
+        return filters if self.has_sizes else []
 
     def check(self) -> None:
         """See `Source.check`: of each source."""
@@ -68,9 +89,9 @@ class JoinedSource(Source):
         """Open every source, with the rows that its selectors keep."""
         parts = {}
         for key, source in self.joined().items():
-            index = source.open()
-            rows = np.flatnonzero(selected(index, source.selectors()))
-            parts[key] = Part(source=source, index=index, rows=rows)
+            index, table = source.open(), self._table_of(source)
+            rows = np.flatnonzero(selected(index, [*source.selectors(), *self._by_size(table)]))
+            parts[key] = Part(source=source, index=index, rows=rows, buckets=table)
         return parts
 
     def _join(self, parts: Sequence[Part], name: str, blocks: int = 1) -> Index:
@@ -89,15 +110,20 @@ class JoinedSource(Source):
         self._row = np.concatenate([part.rows[cut[b] : cut[b + 1]] for b in range(blocks) for part, cut in pairs])
         table = np.zeros(len(self._row), dtype=ROW_FIELDS)
         table["shard"] = np.repeat(np.arange(blocks), sizes.sum(axis=1))
-        keys, content = np.empty(len(self._row), dtype=object), np.empty(len(self._row), dtype=np.uint64)
+        keys, pictures = (np.empty(len(self._row), dtype=object) for _ in range(2))
+        content = np.empty(len(self._row), dtype=np.uint64)
         for number, part in enumerate(parts):
             here = self._part == number
-            for field in ("width", "height"):
-                table[field][here] = part.index.table[field][self._row[here]]
+            width_N, height_N = (part.index.table[field][self._row[here]] for field in ("width", "height"))
+            if self.has_sizes:
+                trained_N2 = part.buckets.sizes_K2[part.buckets.nearest(width_N, height_N)]
+                height_N, width_N = np.where((width_N > 0) & (height_N > 0), trained_N2.T, 0)
+            table["width"][here], table["height"][here] = width_N, height_N
             content[here] = part.index.content[self._row[here]]
             rows, places = np.unique(self._row[here], return_inverse=True)  # a row that repeats has one name
-            names = [f"{part.prefix}{part.index.name(row)}".encode() for row in rows.tolist()]
-            keys[here] = np.array(names, dtype=object)[places]
+            names = [part.index.name(row) for row in rows.tolist()]
+            keys[here] = np.array([f"{part.prefix}{name}".encode() for name in names], dtype=object)[places]
+            pictures[here] = np.array([name.encode() for name in names], dtype=object)[places]
         return Index(
             shards=(name,) * blocks,
             table=table,
@@ -105,6 +131,7 @@ class JoinedSource(Source):
             filters=" ".join(part.index.filters for part in parts if part.index.filters),
             metadata="+".join(part.index.metadata for part in parts if part.index.metadata),
             content=content,
+            split_by=np.array(pictures.tolist()) if self.has_sizes else None,
         )
 
     def read(self, row: int) -> RawSample:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from cascade_train.data.buckets import Buckets
 from cascade_train.data.captions import Captions
-from cascade_train.data.index.rows import repeat_counts
+from cascade_train.data.index.rows import repeat_counts, split
 from cascade_train.data.mixture import Mixture, Regularised
 from cascade_train.data.shapes import Shapes
 from cascade_train.data.source import Source
@@ -48,6 +52,94 @@ class TestMixture(DatasetContract):
     @classmethod
     def make_source(cls, folder: Path, **options: Any) -> Mixture:
         return mixture({"a": 6, "b": 10, "c": 5}, repeats={"a": 2.5, "c": 2.4}, **options)
+
+
+SIDES = [(96, 64), (64, 64), (48, 32), (128, 256), (70, 80), (32, 32)]
+"""Width and height of pictures."""
+
+
+def pictures(folder: Path) -> Path:
+    """Return a tar of noise pictures."""
+    members = []
+    for number, (width, height) in enumerate(SIDES):
+        pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
+        members += [(f"{number:02d}.png", file.getvalue()), (f"{number:02d}.txt", b"noise")]
+    return tars.write(folder / "pictures.tar", members)
+
+
+RATIOS: dict[str, Any] = {"aspect_ratios": ["1/1", "3/2"], "buckets": Buckets(multiple_px=8)}
+
+
+def trained(source: Source, samples: int) -> dict[tuple[str, int, int], torch.Tensor]:
+    """Return the picture of each key and size that comes in an epoch."""
+    found = {}
+    with loading(source, global_batch_size=1, micro_batch_size=1) as loader:
+        for batch in (next(loader)[0] for _ in range(samples)):
+            height, width = batch.image_BCHW.shape[2:]
+            found[batch.keys[0].rpartition("/")[2], height, width] = batch.image_BCHW
+    assert len(found) == samples
+    return found
+
+
+def test_each_picture_trains_at_the_size_of_each_source(tmp_path: Path) -> None:
+    path = pictures(tmp_path)
+    sources = {f"s{size}": tars.webdataset(path, image_size=size, crop="center") for size in (32, 64)}
+    found = trained(mixture_of(sources, **RATIOS), 2 * len(SIDES))
+    alone = {}
+    for size in (32, 64):
+        alone |= trained(tars.webdataset(path, image_size=size, crop="center", **RATIOS), len(SIDES))
+    assert {side for _, *side in map(list, found) for side in side} == {24, 32, 48, 64, 72}
+    assert found.keys() == alone.keys()
+    assert all(torch.equal(picture, alone[key]) for key, picture in found.items())
+
+
+def test_a_source_of_a_size_leaves_out_what_it_would_enlarge(tmp_path: Path) -> None:
+    path = pictures(tmp_path)
+    sources = {f"s{size}": tars.webdataset(path, image_size=size) for size in (32, 64)}
+    found = mixture_of(sources, aspect_ratios=["1/1"], buckets=Buckets(max_upscale=1.0)).open()
+    assert Counter(found.table["width"].tolist()) == {32: 6, 64: 4}
+    assert np.array_equal(found.table["width"], found.table["height"])
+    wide = mixture_of(sources, size_filters={"aspect_ratio": "> 1.4"})
+    assert Counter(wide.open().table["width"].tolist()) == {32: 2, 64: 2}, "by the pictures' own sizes"
+    assert wide.selectors() == []
+
+
+def test_a_picture_of_two_sizes_is_held_out_at_both(tmp_path: Path) -> None:
+    sources = {f"s{size}": shapes(samples=200, image_size=size) for size in (32, 64)}
+    index = mixture_of(sources).open()
+    keys = [{index.keys[row].decode().partition("/")[2] for row in rows} for rows in split(index, 0.3)]
+    assert not set.intersection(*keys)
+    assert len(keys[0]) + len(keys[1]) == 200
+    alike = mixture_of({name: shapes(samples=200) for name in ("a", "b")}).open()
+    assert alike.split_by is None, "as in runs so far"
+
+
+def test_a_mixture_of_sizes_resumes_in_its_order(tmp_path: Path) -> None:
+    def make(size: int = 64) -> Mixture:
+        sources = {"a": shapes(samples=7), "b": shapes(samples=10, seed=1, image_size=size)}
+        return mixture_of(sources, flip_prob=0.5)
+
+    with loading(make(), global_batch_size=2, micro_batch_size=2) as loader:
+        steps = [next(loader)[0] for _ in range(12)]
+        assert {step.image_BCHW.shape[-1] for step in steps} == {32, 64}
+        loader.seek(5)
+        state = loader.state_dict()
+    with loading(make(), global_batch_size=2, micro_batch_size=2) as again:
+        again.load_state_dict(state)
+        for step in steps[5:]:
+            batch = next(again)[0]
+            assert batch.keys == step.keys
+            assert torch.equal(batch.image_BCHW, step.image_BCHW)
+    with loading(make(48)) as other, pytest.raises(ConfigError, match="does not fit this run's data"):
+        other.load_state_dict(state)
+
+
+def test_a_mixture_of_sizes_is_a_part_of_another(tmp_path: Path) -> None:
+    inner = mixture_of({f"s{size}": shapes(samples=4, image_size=size) for size in (32, 64)})
+    outer = mixture_of({"inner": inner, "more": shapes(samples=3, image_size=48)})
+    assert Counter(outer.open().table["width"].tolist()) == {32: 4, 64: 4, 48: 3}
+    assert outer.bucket_table(outer.open()).sizes_K2.tolist() == [[32, 32], [64, 64], [48, 48]]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +240,6 @@ def test_sources_are_told_what_is_about_to_be_read_and_when_a_run_begins() -> No
         ({"shares": {"a": 1.0}}, "data.shares has none for b: give every source a share"),
         ({"shares": "equal", "repeats": {"a": 2.0}}, "both say how often samples come"),
         ({"captions": Captions(template="x")}, "set data.sources.a.captions, data.sources.b.captions"),
-        ({"image_size": 64}, "data.sources.a.image_size=32 differs from data.image_size=64"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:

@@ -50,6 +50,7 @@ class Index:
     metadata: str = ""  # identity of what metadata files say of these samples; empty = none is read
     content: np.ndarray = field(default=None)  # type: ignore[arg-type] # (N,) uint64, checksums; 0 = unknown, 1 = no files
     rows_are_samples: bool = True  # False where each row stands for a tar that can only be streamed
+    split_by: np.ndarray | None = None  # (N,) bytes whose hashes choose what is held out; None = the keys
     folder: Path | None = None  # where what follows from the index is kept, for large ones; None = in memory
 
     def __post_init__(self) -> None:
@@ -114,7 +115,8 @@ def split(index: Index, share: float) -> tuple[np.ndarray, np.ndarray]:
     """
     if not 0 <= share < 1:
         raise ConfigError(f"validate.share={share} must be at least 0 and below 1: 0.01 holds out one key in a hundred")
-    held_out = _hashes(index.keys.tolist()) < np.uint64(share * 2**64)
+    keys = index.keys if index.split_by is None else index.split_by
+    held_out = _hashes(keys.tolist()) < np.uint64(share * 2**64)
     train, held = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     if len(train) == 0 or (share > 0 and len(held) == 0):
         raise ConfigError(
