@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
-import regex
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cascade_train.errors import ConfigError
+from cascade_train.patterns import check_found, check_pattern, is_found
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -113,17 +113,12 @@ class OptimizerSpec:
 
     def lr_factor(self, name: str) -> float:
         """Return the factor on the learning rate of a weight; a ConfigError where an expression takes too long."""
-        return next((factor for pattern, factor in self.lr_factors.items() if _is_found(pattern, name)), 1.0)
+        factors = self.lr_factors.items()
+        return next((factor for pattern, factor in factors if is_found("optimizer.lr_factors", pattern, name)), 1.0)
 
     def check_lr_factors(self, names: Sequence[str]) -> None:
         """Raise a ConfigError where an expression is found in no name of a weight that trains."""
-        for pattern in self.lr_factors:
-            if not any(_is_found(pattern, name) for name in names):
-                shown = ", ".join(names[:: max(1, len(names) // 3)][:3])
-                raise ConfigError(
-                    f"optimizer.lr_factors: {pattern!r} is found in no name of the {len(names)} weights that train;"
-                    f" they are such as {shown}"
-                )
+        check_found("optimizer.lr_factors", self.lr_factors, names, "weights that train")
 
     def base_lr(self, global_batch_size: int, lr: float | None = None) -> float:
         """Return the learning rate before the schedule, of what has its own or of all else."""
@@ -253,18 +248,8 @@ def _checked(lr_factors: list[list[Any]] | dict[str, float]) -> dict[str, float]
     for pattern, factor in factors.items():
         if not 0 < factor < math.inf:
             raise ValueError(f"optimizer.lr_factors: {pattern!r} has the factor {factor}, which must be above 0.")
-        try:
-            regex.compile(pattern)
-        except regex.error as error:
-            raise ValueError(f"optimizer.lr_factors: {pattern!r} is no regular expression: {error}.") from error
+        check_pattern("optimizer.lr_factors", pattern)
     return factors
-
-
-def _is_found(pattern: str, name: str) -> bool:
-    try:
-        return regex.search(pattern, name, timeout=1.0) is not None
-    except TimeoutError as error:
-        raise ConfigError(f"optimizer.lr_factors: {pattern!r} takes too long on {name}; simplify it") from error
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:

@@ -7,10 +7,12 @@ Must not live here: what a kind of adapters computes (adapters/), files (formats
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import regex
@@ -18,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.adapters.kind import Init
+from cascade_train.models.adapters.kind import Init, Strength, usual
 from cascade_train.models.adapters.kind import LoraSpec as LoraSpec
 from cascade_train.models.adapters.kinds import KINDS, by_module, is_adapter, peft_options
 from cascade_train.models.adapters.lora import output_norms
 from cascade_train.models.initialize import Shares, fill_
+from cascade_train.patterns import is_found
 
 ADAPTER = "default"
 """peft's name of the one adapter that a network carries."""
@@ -56,7 +59,7 @@ class StoredLora:
 
     Attributes:
         state: by plain names, see `adapter_state`.
-        text_encoder: the same of the text encoder, of equal rank and alpha, see `tower_name`; empty = none.
+        text_encoder: the same of the text encoder, see `tower_name`; empty = none.
         tokens: trained rows of its vocabulary; None = none.
         text_encoder_2: of the second text encoder, where there are two.
         tokens_2: of the second text encoder.
@@ -68,6 +71,10 @@ class StoredLora:
     tokens: TrainedTokens | None = None
     text_encoder_2: Mapping[str, Tensor] = field(default_factory=dict)
     tokens_2: TrainedTokens | None = None
+
+    def states(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return the states by what is put before their names: nothing, `text_encoder.`, `text_encoder_2.`."""
+        return {"": self.state, "text_encoder.": self.text_encoder, "text_encoder_2.": self.text_encoder_2}
 
     def towers(self) -> dict[str, tuple[Mapping[str, Tensor], TrainedTokens | None]]:
         """Return adapters and tokens of each text encoder that has any, by its name."""
@@ -90,6 +97,8 @@ def inject_lora(
     factor: int | None = None,
     key: str = "task.module_filters",
     without: Sequence[str] = (),
+    ranks: Sequence[Sequence[Any]] | None = None,
+    root: str = "network",
 ) -> list[str]:
     """Freeze `network`, give the selected modules fp32 adapters in place, and return their names.
 
@@ -97,10 +106,27 @@ def inject_lora(
     dtype; layers cast to fp32 for the adapter and back. First values are a function of (seed, module name) alone. With
     `dora` the magnitude of each output trains too, initialised as the base's; with `joint_qkv`, q, k and v of an
     attention share one A. `module_filters` and `key` are those of `select_modules`; `without` names excluded modules.
+    The first of `ranks`, (expression, rank) or (expression, rank, alpha), that is found in `<root>.<name>` or in the
+    original's name gives a module a rank, and where it has one an alpha, of its own.
     """
     chosen, outside = select_modules(network, module_filters, key=key), tuple(f"{name}." for name in without)
     targets = [name for name in chosen if not f"{name}.".startswith(outside)] if outside else chosen
-    spec = LoraSpec(rank=rank, alpha=alpha, targets=tuple(targets), base_size=None, dora=dora, kind=kind, factor=factor)
+    own: dict[str, Strength] = {}
+    for name in targets if ranks else ():
+        found = (each for each in ranks or () if is_found("task.ranks", each[0], f"{root}.{name}", original_name(name)))
+        for _, columns, *scaled in itertools.islice(found, 1):
+            own[name] = Strength(columns, scaled[0] if scaled else alpha)
+    spec = LoraSpec(
+        rank=rank,
+        alpha=alpha,
+        targets=tuple(targets),
+        base_size=None,
+        dora=dora,
+        kind=kind,
+        factor=factor,
+        ranks={name: each.rank for name, each in own.items()},
+        alphas={name: each.alpha for name, each in own.items()},
+    )
     attach_adapters(network, spec, dropout=dropout)
     for name, layer in adapted_layers(network):
         for part, parameter in layer_parts(layer).items():
@@ -142,6 +168,11 @@ def share_down_halves(network: nn.Module) -> None:
         for projection in ("to_k", "to_v") if name.endswith(".to_q") else ():
             other = layers.get(f"{name.removesuffix('to_q')}{projection}")
             if other is not None:
+                if other.r[ADAPTER] != layer.r[ADAPTER]:
+                    raise ConfigError(
+                        f"task.joint_qkv=true: task.ranks gives {name} and {projection} other ranks, and they have a "
+                        "half in common; give q, k and v one rank"
+                    )
                 if other.lora_A[ADAPTER].weight.shape != layer.lora_A[ADAPTER].weight.shape:
                     raise ConfigError(
                         f"task.joint_qkv=true: {name} and {projection} take different inputs, of latents and of text, "
@@ -208,7 +239,11 @@ def attach_adapters(network: nn.Module, spec: LoraSpec, *, dropout: float = 0.0)
     from peft import inject_adapter_in_model  # takes seconds
 
     network.requires_grad_(requires_grad=False)
-    config = KINDS[spec.kind].config(spec, dropout=dropout, target_modules=list(spec.targets))
+    patterns = {
+        f"{key}_pattern": {f"^{re.escape(name)}": own[name] for name in spec.targets if name in own}
+        for key, own in (("rank", spec.ranks), ("alpha", spec.alphas))
+    }
+    config = KINDS[spec.kind].config(spec, dropout=dropout, target_modules=list(spec.targets), **patterns)
     inject_adapter_in_model(config, network, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     layers = dict(adapted_layers(network))
     if set(layers) != set(spec.targets):
@@ -284,14 +319,19 @@ def adapted_modules(state: Mapping[str, Tensor]) -> list[str]:
     return list(by_module(state))
 
 
-def lora_spec(network: nn.Module) -> LoraSpec:
-    """Return the architecture of a network's adapters; an AssertionError if it has none."""
+def lora_spec(network: nn.Module, encoders: Mapping[str, nn.Module] = MappingProxyType({})) -> LoraSpec:
+    """Return the architecture of the adapters of a network, which must have some, and of text encoders."""
     layers = dict(adapted_layers(network))
     if not layers:
         raise AssertionError("the network carries no adapters")
     options = peft_options(network.peft_config[ADAPTER].to_dict())
+    named = {f"{tower}.{tower_name(n)}": each for tower, m in encoders.items() for n, each in adapted_layers(m)}
+    options["rank"], ranks = usual({name: each.r[ADAPTER] for name, each in (layers | named).items()})
+    scaled = {name: getattr(each, "lora_alpha", None) or each.alpha for name, each in (layers | named).items()}
+    options["alpha"], alphas = usual({name: float(each[ADAPTER]) for name, each in scaled.items()})
     shapes = {name.replace(".base_layer.", "."): tuple(value.shape) for name, value in network.state_dict().items()}
-    return LoraSpec(targets=tuple(layers), base_size=network.family.size_of(shapes), **options)
+    size = network.family.size_of(shapes)
+    return LoraSpec(targets=tuple(layers), base_size=size, ranks=ranks, alphas=alphas, **options)
 
 
 def set_adapter_mode(network: nn.Module) -> None:

@@ -17,6 +17,7 @@ from cascade_train.models.adapters.kinds import KINDS
 from cascade_train.models.formats.export_lora import save_lora
 from cascade_train.models.formats.lora_files import fill_adapters, refill_lora
 from cascade_train.models.lora import (
+    ADAPTER,
     LoraSpec,
     StoredLora,
     TrainedTokens,
@@ -25,6 +26,7 @@ from cascade_train.models.lora import (
     halves_are_shared,
     inject_lora,
     lora_spec,
+    original_name,
     set_adapter_mode,
     tower_name,
     without_adapters,
@@ -33,10 +35,11 @@ from cascade_train.models.stage import Stage, below
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.models.tokens import put_tokens, train_tokens, trained_tokens
 from cascade_train.options import File, Positive, check_least
+from cascade_train.patterns import check_found, check_pattern
 from cascade_train.tasks.base import Export
 from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage
 
-_OF_SOME_KINDS = {"dropout": 0.0, "init": "kaiming", "dora": False, "joint_qkv": False, "factor": None}
+_OF_SOME_KINDS = {"dropout": 0.0, "init": "kaiming", "dora": False, "joint_qkv": False, "factor": None, "ranks": None}
 """Options that not every kind of adapters takes, and the values that ask for nothing."""
 
 
@@ -50,6 +53,9 @@ class LoRA(TextToImage):
         factor: of kind=lokr, the size of the first matrix; null = the divisor nearest to the square root of the width.
         rank: of every adapter, >= 1.
         alpha: the adapters' output is scaled by alpha / rank, > 0.
+        ranks: modules with a rank of their own, `[[attention, 16], ["down_blocks.0", 8, 4.0]]`: the first regular
+            expression that is found in a module's name, such as `network.down_blocks.0.1.attention.to_q`, gives its
+            rank and, where there is a third number, its alpha, else `alpha`. null = `rank` for all.
         init: initial values. kaiming: A uniform, B zero. original: A zero, B normal, which moves the adapted weights up
             to a hundred times as far in the same steps; use it with alpha=1.
         dropout: on the adapters' input, in [0, 1).
@@ -82,6 +88,7 @@ class LoRA(TextToImage):
     seed: int
     init: Literal["kaiming", "original"] = "kaiming"
     joint_qkv: bool = False
+    ranks: list[list[Any]] | None = None
     preserve: list[list[str]] | None = None
     preserve_weight: Positive[float] = 1.0
     kind: Literal["lora", "lokr", "loha"] = "lora"
@@ -91,6 +98,7 @@ class LoRA(TextToImage):
         super().__post_init__()
         check_least("rank", self.rank, 1, "an adapter needs at least one column")
         self._check_kind()
+        self._check_ranks()
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout}: is a probability on the adapters' input, give one in [0, 1)")
         if self.train_tokens == []:
@@ -112,6 +120,16 @@ class LoRA(TextToImage):
                 takers = " or ".join(f"kind={each.name}" for each in KINDS.values() if name in each.options)
                 raise ValueError(f"{name}={value}: is for {takers}, and kind={self.kind}; leave it out")
 
+    def _check_ranks(self) -> None:
+        for entry in self.ranks or ():
+            positive = [isinstance(number, int | float) and number > 0 for number in entry[1:]]
+            if not (2 <= len(entry) <= 3 and type(entry[1]) is int and all(positive)):
+                raise ValueError(
+                    f"ranks={entry}: give an expression and a rank of at least 1, such as [attention, 16], or with an"
+                    " alpha above 0, [attention, 16, 8.0]"
+                )
+            check_pattern("ranks", entry[0])
+
     def check_stage(self, stage: Stage) -> None:
         """Look up how many text encoders there are."""
         self._named = frozenset(stage.text_encoders())
@@ -127,13 +145,17 @@ class LoRA(TextToImage):
         super().attach(stage, objective, device)
         encoders = stage.text_encoders()
         self._encoders = {name: each for name, each in encoders.items() if name not in stage.left_out}
-        self._inject(stage.network, self.module_filters, "task.module_filters")
-        for encoder in self._encoders.values():
+        self._inject("network", stage.network, "task.module_filters")
+        for name, encoder in self._encoders.items():
             if self.text_encoder_filters is not None:
-                key, without = "task.text_encoder_filters", encoder.unreached()
-                self._inject(encoder.module, self.text_encoder_filters, key, without)
+                self._inject(name, encoder.module, "task.text_encoder_filters", encoder.unreached())
             if self.train_tokens is not None:
                 train_tokens(encoder, self.train_tokens)
+        if self.ranks is not None:
+            names = [
+                f"{root}.{n}\n{original_name(n)}" for root, m in self._roots().items() for n, _ in adapted_layers(m)
+            ]
+            check_found("task.ranks", [pattern for pattern, *_ in self.ranks], names, "modules that are adapted")
         if self.weights is not None:
             self._load(self.weights, key="task.weights")
         if self.preserve is not None and self._named & stage.left_out:
@@ -141,7 +163,7 @@ class LoRA(TextToImage):
                 "task.preserve: the cache holds what the text encoder made of captions, and not of those with other"
                 " words; make the cache with captions=false"
             )
-        self._spec = lora_spec(stage.network)
+        self._spec = lora_spec(stage.network, self._adapted())
         self.trains_conditions = bool(self.trained_towers())
 
     def prepare_batch(self, batch: Batch) -> PreparedBatch:
@@ -188,18 +210,23 @@ class LoRA(TextToImage):
         encoders = self._encoders.items()
         return {name: each for name, each in encoders if any(p.requires_grad for p in each.module.parameters())}
 
-    def _inject(self, module: nn.Module, filters: list[str] | None, key: str, without: Sequence[str] = ()) -> None:
+    def _adapted(self) -> dict[str, nn.Module]:
+        return {name: encoder.module for name, encoder in self._encoders.items()}
+
+    def _inject(self, root: str, module: nn.Module, key: str, without: Sequence[str] = ()) -> None:
         own = ("rank", "alpha", "seed", *_OF_SOME_KINDS, "kind")
         options = {name: getattr(self, name) for name in own}
-        inject_lora(module, module_filters=filters, key=key, without=without, **options)
+        filters = getattr(self, key.removeprefix("task."))
+        inject_lora(module, module_filters=filters, key=key, without=without, root=root, **options)
         set_adapter_mode(module)
 
     def summary(self) -> str:
         """Count the adapted layers and the trained tokens."""
-        layers = sum(1 for root in self._roots().values() for _ in adapted_layers(root))
+        ranks = [layer.r[ADAPTER] for root in self._roots().values() for _, layer in adapted_layers(root)]
+        shown = f"{min(ranks)}" if len({*ranks}) == 1 else f"{min(ranks)} to {max(ranks)}"
         tokens = f", {len(self.train_tokens)} entries of train_tokens" if self.train_tokens else ""
         kind = "" if self.kind == "lora" else f" ({KINDS[self.kind].title})"
-        return f"{layers} adapted layers of rank {self.rank}{kind}{tokens}"
+        return f"{len(ranks)} adapted layers of rank {shown}{kind}{tokens}"
 
     def exports(self) -> Mapping[str, Export]:
         """Return `lora`, a peft folder with a single file beside it; both hold the trained tokens' whole rows."""
@@ -210,9 +237,10 @@ class LoRA(TextToImage):
         self._load(str(export), key="from")
 
     def _load(self, source: str, *, key: str) -> None:
-        lora = refill_lora(self.stage.network, source, key=key, module_filters=self.module_filters)
-        states = (lora.state, lora.text_encoder, lora.text_encoder_2)
-        if self.joint_qkv and not all(map(halves_are_shared, states)):
+        lora = refill_lora(
+            self.stage.network, source, key=key, module_filters=self.module_filters, encoders=self._adapted()
+        )
+        if self.joint_qkv and not all(map(halves_are_shared, lora.states().values())):
             raise ConfigError(
                 f"{key}={source}: its q, k and v begin with halves of their own; set task.joint_qkv=false"
             )

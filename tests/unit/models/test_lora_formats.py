@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,7 +21,7 @@ from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.formats.lora_file_original import original_places, write_original
 from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.export import build_plain_network, fixed_prediction
-from cascade_train.models.formats.export_lora import lora_error
+from cascade_train.models.formats.export_lora import lora_error, merge_lora_into
 from cascade_train.models.formats.lora_files import (
     module_shapes,
     read_lora,
@@ -29,12 +29,13 @@ from cascade_train.models.formats.lora_files import (
     write_peft_folder,
     write_single_file,
 )
-from cascade_train.models.formats.lora_files_keyed import write_keyed, write_token_files
+from cascade_train.models.formats.lora_files_keyed import with_one_rank, write_keyed, write_token_files
 from cascade_train.models.lora import (
     ADAPTER,
     StoredLora,
     TrainedTokens,
     adapted_layers,
+    adapted_modules,
     adapter_state,
     inject_lora,
     lora_spec,
@@ -114,7 +115,7 @@ def test_a_trained_token_becomes_an_embedding_file(trained: CascadeUNet, tmp_pat
     assert torch.equal(load_file(tmp_path / "embeddings" / "fernando.safetensors")["clip_g"], TOKENS.rows)
 
 
-def test_ranks_and_alphas_that_differ_are_brought_together(tmp_path: Path) -> None:
+def test_ranks_and_alphas_that_differ_stay_and_can_be_brought_together(tmp_path: Path) -> None:
     torch.manual_seed(0)
     a1, b1, a2, b2 = torch.randn(2, 24), torch.randn(32, 2), torch.randn(4, 32), torch.randn(128, 4)
     tensors = {
@@ -126,14 +127,83 @@ def test_ranks_and_alphas_that_differ_are_brought_together(tmp_path: Path) -> No
     }
     save_file(tensors, tmp_path / "lora.safetensors")
     lora = read_from(str(tmp_path / "lora.safetensors"), modules=module_shapes(empty_network()))
-    scale = lora.spec.alpha / lora.spec.rank
+    assert [lora.spec.of(name) for name in lora.spec.targets] == [(2, 1.0), (4, 4.0)]
+    one = with_one_rank(lora)
+    assert [one.spec.of(name) for name in lora.spec.targets] == [(4, 4.0), (4, 4.0)]
+    for each in (lora, one):
+        first, second = (
+            each.spec.scale(name) * each.state[f"{name}.lora_B.weight"] @ each.state[f"{name}.lora_A.weight"]
+            for name in lora.spec.targets
+        )
+        torch.testing.assert_close(first, 0.5 * b1 @ a1)
+        torch.testing.assert_close(second, b2 @ a2)
 
-    def delta(name: str) -> Tensor:
-        return scale * lora.state[f"{name}.lora_B.weight"] @ lora.state[f"{name}.lora_A.weight"]
 
-    assert lora.spec.rank == 4
-    torch.testing.assert_close(delta("clip_txt_mapper"), 0.5 * b1 @ a1)
-    torch.testing.assert_close(delta("down_blocks.0.0.channelwise.0"), b2 @ a2)
+RANKS = [["down_blocks.*to_q", 1], ["channelwise", 4, 6.0], [r"in_proj$", 3, 1.5]]
+"""in_proj is the original's name of q, k and v."""
+
+
+def test_the_first_expression_that_is_found_gives_rank_and_alpha(tmp_path: Path) -> None:
+    spec = lora_spec(adapted([".attn", "embedding", "channelwise.0"], ranks=RANKS))
+    assert spec.of("down_blocks.0.2.attention.to_q") == (1, 3.0)
+    assert spec.of("up_blocks.0.2.attention.to_q") == spec.of("down_blocks.0.2.attention.to_k") == (3, 1.5)
+    assert spec.of("down_blocks.0.0.channelwise.0") == (4, 6.0)
+    assert spec.of("embedding.1") == spec.of("down_blocks.0.2.attention.to_out.0") == (2, 3.0)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "folder"])
+def test_every_format_keeps_ranks_and_alphas(name: str, tmp_path: Path) -> None:
+    network = adapted([".attn", "embedding", "channelwise.0"], ranks=RANKS)
+    lora, is_original = stored(network), name == "original"
+    if not is_original:
+        own = f"text_encoder.{next(iter(TEXT)).partition('.lora_')[0]}"
+        spec = replace(lora.spec, ranks=lora.spec.ranks | {own: 2}, alphas=lora.spec.alphas | {own: 0.1})
+        lora = replace(lora, text_encoder=TEXT, spec=spec)
+    path = tmp_path / "lora.safetensors"
+    if name == "folder":
+        (path := tmp_path / "folder").mkdir()
+    (write_peft_folder if name == "folder" else FORMATS[name])(path, lora)
+    found = read_from(str(path), modules=module_shapes(network))
+    if not is_original:  # which has one rank, filled up with zeros, and no alpha
+        named = [
+            each for part, state in lora.states().items() for each in (f"{part}{n}" for n in adapted_modules(state))
+        ]
+        at = {"rel": 1e-7} if name in ("comfyui", "kohya") else {"rel": 0.0}  # whose alphas are fp32
+        assert [found.spec.of(n) for n in named] == [pytest.approx(lora.spec.of(n), **at) for n in named]
+        assert len({found.spec.of(n) for n in named}) == 5
+    assert lora_error(lora, found, tmp_path) < 1e-6
+    fresh = small_network()
+    load_lora(fresh, str(path))
+    torch.testing.assert_close(predicted(fresh), predicted(network), atol=1e-6, rtol=1e-6)
+
+
+def test_merged_adapters_of_several_ranks_compute_the_same() -> None:
+    network, plain = adapted([".attn", "embedding", "channelwise.0"], ranks=RANKS), small_network()
+    merge_lora_into(plain.state_dict(), stored(network), 1.0)
+    torch.testing.assert_close(predicted(plain.eval()), predicted(network), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}])
+def test_a_folder_that_peft_wrote_scales_each_module_as_peft_does(options: dict[str, Any], tmp_path: Path) -> None:
+    # peft, docs/source/package_reference/lora.md: keys of both patterns are endings of names, or regular expressions
+    patterns = {"rank_pattern": {"to_q": 1, ".*up_blocks.*": 4}, "alpha_pattern": {"^embedding.1": 5, "to_[qk]": 0.3}}
+    config = LoraConfig(
+        r=2,
+        lora_alpha=3,
+        target_modules=["to_q", "to_k", "embedding.1"],
+        init_lora_weights=False,
+        **patterns,
+        **options,
+    )
+    network = build_plain_network(CASCADE, small_network().config, small_network().state_dict()).eval()
+    model = get_peft_model(network, config)
+    model.save_pretrained(str(tmp_path))
+    fresh = small_network()
+    spec = load_lora(fresh, str(tmp_path))
+    if not options:
+        assert spec.of("up_blocks.0.2.attention.to_q") == (1, 0.3)
+        assert spec.of("embedding.1") == (2, 5.0)
+    torch.testing.assert_close(predicted(fresh), predicted(model.get_base_model()), atol=1e-5, rtol=1e-5)
 
 
 def test_dotted_names_with_a_prefix_are_read(trained: CascadeUNet, tmp_path: Path) -> None:
@@ -246,6 +316,22 @@ def test_a_run_starts_from_any_format(tmp_path: Path) -> None:
     assert all(p.requires_grad == (".lora_" in n) for n, p in second.named_parameters())
 
 
+def test_a_run_starts_from_ranks_that_differ(tmp_path: Path) -> None:
+    first, path = adapted(ranks=RANKS[:1]), tmp_path / "lora.safetensors"
+    FORMATS["kohya"](path, stored(first))
+    for options in ({"ranks": RANKS[:1], "rank": 2, "alpha": 3.0}, {"rank": 2, "alpha": 2.0}):  # the same, or filled up
+        second = small_network()
+        inject_lora(second, dropout=0.0, module_filters=[".attn"], seed=5, **options)
+        refill_lora(second, str(path), key="task.weights")
+        torch.testing.assert_close(predicted(second.eval()), predicted(first), atol=1e-5, rtol=1e-5)
+    other = small_network()
+    ranks = [["down_blocks.*to_q", 1], ["to_k", 4]]
+    inject_lora(other, rank=2, alpha=3.0, dropout=0.0, module_filters=[".attn"], seed=5, ranks=ranks)
+    says = "rank 2 and alpha 3, the task asks for rank 4 and alpha 3 in down_blocks.0.2.attention.to_k; set task.ranks"
+    with pytest.raises(ConfigError, match=says):
+        refill_lora(other, str(path), key="task.weights")
+
+
 def test_a_joint_adapter_keeps_its_rank_in_the_original_layout(tmp_path: Path) -> None:
     network = adapted(joint_qkv=True)
     write_original(tmp_path / "lora.safetensors", stored(network), module_shapes(network), {})
@@ -255,9 +341,9 @@ def test_a_joint_adapter_keeps_its_rank_in_the_original_layout(tmp_path: Path) -
     torch.testing.assert_close(predicted(fresh), predicted(network), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_peft_itself_loads_a_folder(dora: bool, tmp_path: Path) -> None:
-    network = adapted([".attn", "embedding"], dora=dora)
+@pytest.mark.parametrize("options", [{}, {"dora": True}, {"ranks": RANKS}])
+def test_peft_itself_loads_a_folder(options: dict[str, Any], tmp_path: Path) -> None:
+    network = adapted([".attn", "embedding", "channelwise.0"], **options)
     write_peft_folder(tmp_path, stored(network))
     plain = build_plain_network(CASCADE, network.config, small_network().state_dict())
     loaded = PeftModel.from_pretrained(plain, str(tmp_path)).get_base_model().eval()

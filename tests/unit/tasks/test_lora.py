@@ -44,6 +44,10 @@ class TestLoRAWithJointProjections(TestLoRA):
     changes = {"joint_qkv": True}
 
 
+class TestLoRAWithRanks(TestLoRA):
+    changes = {"ranks": [["to_q", 1], ["text_encoder", 8, 2.0]], "text_encoder_filters": [".self_attn"], "dora": True}
+
+
 class TestLoRAAsTheOriginal(TestLoRA):
     @pytest.fixture(scope="class")
     @classmethod
@@ -60,7 +64,7 @@ class TestLoKr(TestLoRA):
 
 
 class TestLoHa(TestLoRA):
-    changes = {"kind": "loha", "rank": 2, "preserve": [["circle", "ring"]]}
+    changes = {"kind": "loha", "rank": 2, "preserve": [["circle", "ring"]], "ranks": [["to_q", 1, 3.0]]}
 
 
 def make(**changes: Any) -> Any:
@@ -300,6 +304,33 @@ def test_a_filter_of_the_text_encoder_names_its_own_key() -> None:
         make(text_encoder_filters=[".atn"])
 
 
+def test_ranks_of_modules_are_counted_and_come_back(tmp_path: Path) -> None:
+    options = {"ranks": [["up_blocks", 1, 2.0], [r"attn\.in_proj", 8]]}
+    task = with_values(make(**options))
+    layers = dict(adapted_layers(task.stage.network))
+    ranks = [1 if name.startswith("up_") else 4 if "to_out" in name else 8 for name in layers]
+    assert [layer.r["default"] for layer in layers.values()] == ranks
+    widths = (layer.lora_A["default"].in_features + layer.lora_B["default"].out_features for layer in layers.values())
+    numbers = sum(rank * width for rank, width in zip(ranks, widths, strict=True))
+    assert sum(p.numel() for p in trainable(task.phases()[0]).values()) == numbers
+    assert "of rank 1 to 8" in task.summary()
+    left(task, "lora", tmp_path / "export")
+    again = make(**options, seed=7, weights=str(tmp_path))
+    assert torch.equal(predictions(again)[0], predictions(task)[0])
+    with pytest.raises(ConfigError, match="have rank 8 and alpha 8, the task asks for task.rank=4 task.alpha=4"):
+        make(weights=str(tmp_path))  # filled up to the largest rank
+    filled = make(weights=str(tmp_path), rank=8, alpha=8.0)
+    torch.testing.assert_close(predictions(filled)[0], predictions(task)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_that_no_adapted_module_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"task\.ranks: 'channelwise' is found in no name of the 32 modules that are"):
+        make(ranks=[["attention", 8], ["channelwise", 2]])
+    with pytest.raises(ConfigError, match=r"joint_qkv=true: task\.ranks gives .*to_q and to_v other ranks"):
+        make(ranks=[["to_v", 8]], joint_qkv=True)
+    assert make(ranks=[["to_[qkv]", 8]], joint_qkv=True)
+
+
 def test_only_stages_with_text_are_adapted() -> None:
     with pytest.raises(AssertionError, match="a LoRA is for denoising, not for stage_x"):
         component("task", "lora").attach(
@@ -323,12 +354,17 @@ def test_a_filter_that_selects_nothing_is_refused() -> None:
     ("change", "message"),
     [
         ({"rank": 0}, "rank=0 must be at least 1: an adapter needs"),
+        ({"ranks": [["attention"]]}, r"ranks=\['attention'\]: give an expression and a rank of at least 1"),
+        ({"ranks": [["attention", 0]]}, "give an expression and a rank"),
+        ({"ranks": [["attention", 8, "x"]]}, "give an expression and a rank"),
+        ({"ranks": [["(", 8]]}, r"ranks: '\(' is no regular expression"),
         ({"alpha": 0.0}, "alpha=0.0 must be greater than 0"),
         ({"kind": "lokr", "dora": True}, "dora=True: is for kind=lora, and kind=lokr; leave it out"),
         ({"kind": "loha", "dropout": 0.1}, "dropout=0.1: is for kind=lora, and kind=loha"),
         ({"kind": "lokr", "init": "original"}, "init=original: is for kind=lora"),
         ({"kind": "loha", "joint_qkv": True}, "joint_qkv=True: is for kind=lora"),
         ({"kind": "loha", "factor": 4}, "factor=4: is for kind=lokr, and kind=loha; leave it out"),
+        ({"kind": "lokr", "ranks": [["to_q", 8]]}, "is for kind=lora or kind=loha, and kind=lokr; leave it out"),
         ({"kind": "lokr", "factor": 0}, "factor=0 must be at least 1: it is the size of a matrix"),
         ({"dropout": 1.0}, "dropout=1.0: is a probability on the adapters' input"),
         ({"train_tokens": []}, r"train_tokens=\[\]: names no token; give pairs like"),

@@ -111,7 +111,8 @@ def test_what_no_text_comes_of_is_left_as_it_is() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_diffusers_loads_adapters_and_tokens_of_the_towers(family: str, tmp_path: Path) -> None:
-    options = {"text_encoder_filters": [".self_attn"], "rank": 2, "alpha": 4.0}
+    ranks = [["text_encoder.*q_proj", 1, 3.0], ["^text_encoder", 3]]
+    options = {"text_encoder_filters": [".self_attn"], "rank": 2, "alpha": 4.0, "ranks": ranks}
     task = make(family, "lora", {}, **options, train_tokens=TOKENS[:2])
     roots = task.phases()[0].modules
     assert set(roots) == {"network", *TRAINED[family]}
@@ -148,7 +149,9 @@ def test_diffusers_loads_adapters_and_tokens_of_the_towers(family: str, tmp_path
 
 @pytest.mark.parametrize(("family", "prefixes"), [("sd_tiny", {"te"}), ("sdxl_tiny", {"te1", "te2"})])
 def test_other_programs_find_the_towers_under_kohyas_names(family: str, prefixes: set[str], tmp_path: Path) -> None:
-    task = make(family, "lora", {}, text_encoder_filters=[".mlp"], train_tokens=TOKENS[:1])
+    ranks = [["text_encoder_2", 8], ["fc1", 2, 1.5]]
+    ranks = ranks if family == "sdxl_tiny" else ranks[1:]
+    task = make(family, "lora", {}, text_encoder_filters=[".mlp"], train_tokens=TOKENS[:1], ranks=ranks)
     folder, network = left(task, "lora", tmp_path), task.stage.network
     modules = {name: tuple(layer.get_base_layer().weight.shape) for name, layer in adapted_layers(network)}
     lora = read_lora(str(folder), key="from", family=STABLE_DIFFUSION, modules=modules)
@@ -160,6 +163,9 @@ def test_other_programs_find_the_towers_under_kohyas_names(family: str, prefixes
     found = read_lora(str(file), key="from", family=STABLE_DIFFUSION, modules=modules)
     assert found.text_encoder.keys() == lora.text_encoder.keys() != set()
     assert found.text_encoder_2.keys() == lora.text_encoder_2.keys()
+    own = {name for ranks in (lora.spec.ranks, found.spec.ranks, found.spec.alphas) for name in ranks}
+    assert {name.partition(".")[0] for name in own} == set(TRAINED[family])
+    assert all(found.spec.of(name) == lora.spec.of(name) for name in own)
     if family == "sdxl_tiny":
         with pytest.raises(ConfigError, match="contains text_encoder_2 weights, and stable_diffusion has one text"):
             make("sd_tiny", "lora", {}, text_encoder_filters=[".mlp"])._load_tower("text_encoder_2", {}, None, "from=x")

@@ -37,7 +37,7 @@ TOWERS = ("text_encoder", "text_encoder_2")
 
 ADDED = {
     **{"model.image_encoder.antialias": True, "task.init": "kaiming", "model.kernels": "eager"},
-    **{"task.kind": "lora", "task.factor": None},
+    **{"task.kind": "lora", "task.factor": None, "task.ranks": None},
     **{"task.preserve": None, "task.preserve_weight": 1.0, "optimizer.lr_factors": None},
     "compile_fallback": False,  # without effect where nothing is compiled
     "run.on_end": None,

@@ -6,9 +6,10 @@ A kind is one object without state. Its layers are peft's.
 from __future__ import annotations
 
 import abc
+from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,18 @@ Gathered = tuple[dict[str, Any], dict[Place, dict[str, Tensor]]]
 """Options of `LoraSpec`, and the parts as peft has them, fp32."""
 
 
+class Strength(NamedTuple):
+    """Rank and alpha of an adapter."""
+
+    rank: int
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        """Return alpha / rank."""
+        return self.alpha / self.rank
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoraSpec:
     """The architecture of a network's adapters.
@@ -45,6 +58,8 @@ class LoraSpec:
         dora: each output of W + (alpha / rank) B A has a trained magnitude (Liu et al. 2024).
         kind: option of `task.kind`.
         factor: of LoKr, see `LoKr`.
+        ranks: of modules that have another one, by name, a text encoder's as in `StoredLora.states`.
+        alphas: the same.
     """
 
     rank: int
@@ -54,24 +69,16 @@ class LoraSpec:
     dora: bool = False
     kind: str = "lora"
     factor: int | None = None
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def scale(self) -> float:
-        """Return alpha / rank."""
-        return self.alpha / self.rank
+    def of(self, name: str) -> Strength:
+        """Return rank and alpha of a module."""
+        return Strength(self.ranks.get(name, self.rank), self.alphas.get(name, self.alpha))
 
-
-@dataclass(frozen=True)
-class Strength:
-    """Rank and alpha of a stored adapter; alpha None = the rank."""
-
-    rank: int
-    alpha: float | None
-
-    @property
-    def scale(self) -> float:
-        """Return alpha / rank."""
-        return 1.0 if self.alpha is None else self.alpha / self.rank
+    def scale(self, name: str) -> float:
+        """Return alpha / rank of a module."""
+        return self.of(name).scale
 
 
 class AdapterKind(abc.ABC):
@@ -83,7 +90,8 @@ class AdapterKind(abc.ABC):
         prefix: of the names of its tensors below a module.
         options: options of the task that it takes, beside those of all kinds.
         endings: how files name its tensors below a module, with a dot -> its part; `alpha` is a scalar.
-        factors: parts of every adapter -> the dimension that is the rank; other scales go into the first.
+        factors: parts of every adapter -> the dimension that is the rank; other scales go into the first. None where
+            not all adapters have them, which then share one rank and alpha.
     """
 
     name: ClassVar[str]
@@ -91,7 +99,7 @@ class AdapterKind(abc.ABC):
     prefix: ClassVar[str]
     options: ClassVar[frozenset[str]] = frozenset()
     endings: ClassVar[Mapping[str, str]]
-    factors: ClassVar[Mapping[str, int]]
+    factors: ClassVar[Mapping[str, int]] = {}
 
     @abc.abstractmethod
     def config(self, spec: LoraSpec, dropout: float | None = None, **options: Any) -> Any:
@@ -102,25 +110,25 @@ class AdapterKind(abc.ABC):
         """Return the first values of a part: those of all give a change of zero."""
 
     @abc.abstractmethod
-    def shapes(self, spec: LoraSpec, module: Shape) -> dict[str, Shape]:
-        """Return the shapes of the parts for a module whose weight is (out, in, *kernel)."""
+    def shapes(self, spec: LoraSpec, rank: int, module: Shape) -> dict[str, Shape]:
+        """Return the shapes of the parts of this rank for a module whose weight is (out, in, *kernel)."""
 
     @abc.abstractmethod
-    def delta(self, spec: LoraSpec, parts: Parts) -> Tensor:
+    def delta(self, own: Strength, parts: Parts) -> Tensor:
         """Return (out, in * kernel) fp32, what is added to a weight."""
 
-    def change(self, spec: LoraSpec, parts: Parts, weight: Tensor) -> Tensor:
+    def change(self, own: Strength, parts: Parts, weight: Tensor) -> Tensor:
         """Return what is added to a weight (out, in, *kernel) fp32, of its shape."""
-        return self.delta(spec, parts).view(weight.shape)
+        return self.delta(own, parts).view(weight.shape)
 
-    def output(self, spec: LoraSpec, parts: Parts) -> Tensor:
+    def output(self, own: Strength, parts: Parts) -> Tensor:
         """Return (out,) fp32, the delta times a fixed input."""
-        delta = self.delta(spec, parts)
+        delta = self.delta(own, parts)
         return delta @ fixed_input(delta.shape[1])
 
-    def to_file(self, spec: LoraSpec, parts: Parts) -> dict[str, Tensor]:
+    def to_file(self, own: Strength, parts: Parts) -> dict[str, Tensor]:
         """Return the parts by the endings that kohya's programs and LyCORIS write, with a dot."""
-        return {f".{part}": value for part, value in parts.items()} | {".alpha": torch.tensor(spec.alpha)}
+        return {f".{part}": value for part, value in parts.items()} | {".alpha": torch.tensor(own.alpha)}
 
     def lacks(self, parts: Parts) -> bool:
         """Return whether a stored adapter lacks something."""
@@ -129,18 +137,34 @@ class AdapterKind(abc.ABC):
     def gather(
         self, adapters: Mapping[Place, Parts], shapes: Mapping[Place, Shape], given: Strength | None, origin: str
     ) -> Gathered:
-        """Convert stored adapters to one rank and alpha: fill ranks up with zeros, multiply other scales into a factor.
+        """Return stored adapters as they are, each with its rank and alpha; an alpha that is lacking is the rank.
 
-        `given` are those of a file of peft's, whose tensors do not say them. `origin` begins errors.
+        `given` is one strength of all, for a kind whose tensors do not tell ranks. `origin` begins errors.
         """
-        first, rank_of = next(iter(self.factors)), next(part for part, dim in self.factors.items() if dim == 0)
-        strengths = {place: strength(parts, parts[rank_of].shape[0], given) for place, parts in adapters.items()}
-        whole = common(strengths.values())
-        found = {}
-        for place, parts in adapters.items():
-            plain = {part: padded(parts[part], whole.rank, dim) for part, dim in self.factors.items()}
-            found[place] = plain | {first: rescaled(plain[first], strengths[place], whole)}
-        return {"rank": whole.rank, "alpha": whole.alpha}, found
+        owns = {".".join(filter(None, place)): strength(parts, self.rank(parts)) for place, parts in adapters.items()}
+        rank, ranks = usual({name: own.rank for name, own in owns.items()})
+        alpha, alphas = usual({name: own.alpha for name, own in owns.items()})
+        found = {place: {part: parts[part].float() for part in self.factors} for place, parts in adapters.items()}
+        return {"rank": rank, "alpha": alpha, "ranks": ranks, "alphas": alphas}, found
+
+    def rank(self, parts: Parts) -> int:
+        """Return the rank that the factors of an adapter have."""
+        return next(parts[part].shape[dim] for part, dim in self.factors.items())
+
+    def raised(self, parts: Parts, own: Strength, whole: Strength) -> Parts:
+        """Return an equal adapter of a larger rank: factors filled up with zeros, its scale multiplied into the first.
+
+        Other parts stay as they are.
+        """
+        first = next(iter(self.factors))
+        plain = {part: padded(parts[part], whole.rank, dim) for part, dim in self.factors.items()}
+        return {**parts, **plain, first: rescaled(plain[first], own, whole)}
+
+
+def usual(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the most frequent value, and by name those that differ from it."""
+    value = Counter(values.values()).most_common(1)[0][0]
+    return value, {name: each for name, each in values.items() if each != value}
 
 
 def fixed_input(width: int) -> Tensor:
@@ -148,17 +172,16 @@ def fixed_input(width: int) -> Tensor:
     return torch.randn(width, generator=torch.Generator().manual_seed(0))
 
 
-def strength(parts: Parts, rank: int, given: Strength | None) -> Strength:
-    """Return the strength of a stored adapter of this rank; an alpha that is given goes before its own."""
-    own = parts.get("alpha")
-    return Strength(rank, given.alpha if given is not None else None if own is None else float(own))
+def strength(parts: Parts, rank: int) -> Strength:
+    """Return the strength of a stored adapter of this rank, which is its alpha where it has none."""
+    return Strength(rank, float(parts.get("alpha", rank)))
 
 
 def common(strengths: Collection[Strength]) -> Strength:
     """Return the largest rank, with the alpha of all where they are scaled alike, else with a scale of 1."""
     largest = max(strengths, key=lambda each: each.rank)
     is_one = len({each.scale for each in strengths}) == 1
-    return largest if is_one and largest.alpha is not None else Strength(largest.rank, float(largest.rank))
+    return largest if is_one else Strength(largest.rank, float(largest.rank))
 
 
 def padded(tensor: Tensor, rank: int, dim: int) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import regex
+import torch
 from torch import Tensor
 
 from cascade_train.models.adapters.kind import AdapterKind
@@ -50,12 +53,33 @@ def kind_of(names: Iterable[str]) -> AdapterKind | None:
 
 def peft_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `LoraSpec` that a configuration of peft's has."""
-    alpha = config["lora_alpha"] if "lora_alpha" in config else config["alpha"]
     factor = config.get("decompose_factor", -1)
     return {
         "kind": config["peft_type"].lower(),
         "rank": int(config["r"]),
-        "alpha": float(alpha),
+        "alpha": float(_alpha(config)),
         "dora": bool(config.get("use_dora")),
         "factor": None if factor == -1 else factor,
     }
+
+
+def _alpha(config: Mapping[str, Any]) -> Any:
+    return config["lora_alpha"] if "lora_alpha" in config else config["alpha"]
+
+
+def peft_alphas(tensors: Mapping[str, Tensor], config: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+    """Return `.alpha` of each module under a prefix, by peft's configuration (peft, tuners/lora/model.py).
+
+    None of a kind whose tensors do not tell ranks.
+    """
+    alphas, own, kind = dict[str, Tensor](), config.get("alpha_pattern") or {}, kind_of(tensors)
+    if kind is None or not kind.factors:
+        return alphas
+    below = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    for module, parts in by_module(below).items():
+        found = (each for each in own if regex.fullmatch(rf"(.*\.)?({each})", module, timeout=1.0))
+        alpha = float(own.get(next(found, None), _alpha(config)))
+        if config.get("use_rslora"):
+            alpha *= math.sqrt(kind.rank(parts))  # whose scale is alpha / sqrt(rank)
+        alphas[f"{prefix}{module}.alpha"] = torch.tensor(alpha, dtype=torch.float64)
+    return alphas

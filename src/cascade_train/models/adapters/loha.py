@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cascade_train.models.adapters.kind import AdapterKind, Init, LoraSpec, Parts, Shape
+from cascade_train.models.adapters.kind import AdapterKind, Init, LoraSpec, Parts, Shape, Strength
 from cascade_train.models.initialize import ZEROS, Fill
 
 
@@ -19,6 +19,7 @@ class LoHa(AdapterKind):
     """
 
     name, title, prefix = "loha", "LoHa", "hada_"
+    options = frozenset({"ranks"})
     factors = MappingProxyType({"hada_w1_a": 1, "hada_w1_b": 0, "hada_w2_a": 1, "hada_w2_b": 0})
     endings = MappingProxyType({f".{part}": part for part in (*factors, "alpha")})
 
@@ -33,12 +34,12 @@ class LoHa(AdapterKind):
         scales = {"hada_w1_a": 0.1, "hada_w1_b": 1.0, "hada_w2_b": 1.0}
         return Fill(kind="normal", scale=scales[part]) if part in scales else ZEROS
 
-    def shapes(self, spec: LoraSpec, module: Shape) -> dict[str, Shape]:
+    def shapes(self, spec: LoraSpec, rank: int, module: Shape) -> dict[str, Shape]:
         """Return those of the two products, each of the weight's shape with its kernel flattened."""
-        up, down = (module[0], spec.rank), (spec.rank, math.prod(module[1:]))
+        up, down = (module[0], rank), (rank, math.prod(module[1:]))
         return {part: up if dim else down for part, dim in self.factors.items()}
 
-    def delta(self, spec: LoraSpec, parts: Parts) -> Tensor:
+    def delta(self, own: Strength, parts: Parts) -> Tensor:
         """Return (alpha / rank) (B1 A1) * (B2 A2)."""
         up1, down1, up2, down2 = (parts[part].float() for part in self.factors)
-        return spec.scale * ((up1 @ down1) * (up2 @ down2))
+        return own.scale * ((up1 @ down1) * (up2 @ down2))

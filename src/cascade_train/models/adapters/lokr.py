@@ -42,23 +42,23 @@ class LoKr(kind.AdapterKind):
         """Return the values of LyCORIS (modules/lokr.py): W1 and W2a uniform, W2 or W2b zero."""
         return torch_uniform(tensor) if part in (W1, UP) else ZEROS
 
-    def shapes(self, spec: LoraSpec, module: Shape) -> dict[str, Shape]:
+    def shapes(self, spec: LoraSpec, rank: int, module: Shape) -> dict[str, Shape]:
         """Return those of W1, and of W2 or its two factors."""
         out, into, *taps = module
         (a, b), (c, d) = _split(out, spec.factor), _split(into, spec.factor)
-        if spec.rank >= max(b, d) / 2:
+        if rank >= max(b, d) / 2:
             return {W1: (a, c), W2: (b, d, *taps)}
-        return {W1: (a, c), UP: (b, spec.rank), DOWN: (spec.rank, d * math.prod(taps))}
+        return {W1: (a, c), UP: (b, rank), DOWN: (rank, d * math.prod(taps))}
 
-    def delta(self, spec: LoraSpec, parts: Parts) -> Tensor:
+    def delta(self, own: Strength, parts: Parts) -> Tensor:
         """Return (alpha / rank) W1 (x) W2, the kernel flattened beside the inputs."""
-        return spec.scale * torch.kron(parts[W1].float(), _second(parts))
+        return own.scale * torch.kron(parts[W1].float(), _second(parts))
 
-    def to_file(self, spec: LoraSpec, parts: Parts) -> dict[str, Tensor]:
+    def to_file(self, own: Strength, parts: Parts) -> dict[str, Tensor]:
         """Return LyCORIS' names, with the scale multiplied into W1 where W2 is whole."""
-        found = super().to_file(spec, parts)
+        found = super().to_file(own, parts)
         if W2 in parts:
-            found |= {f".{W1}": parts[W1] * spec.scale, ".alpha": torch.tensor(float(spec.rank))}
+            found |= {f".{W1}": parts[W1] * own.scale, ".alpha": torch.tensor(float(own.rank))}
         return found
 
     def lacks(self, parts: Parts) -> bool:
@@ -80,7 +80,7 @@ class LoKr(kind.AdapterKind):
         owns = {place: given or _strength(parts) for place, parts in adapters.items()}
         sizes = {place: _sizes(parts, shapes.get(place)) for place, parts in adapters.items()}
         scaled = [owns[place] for place, parts in adapters.items() if given or not _is_whole(parts)]
-        whole = kind.common(scaled or [Strength(1, None)])
+        whole = kind.common(scaled or [Strength(1, 1.0)])
         needed = [max(b, d) for place, (_, b, _, d) in sizes.items() if W2 in adapters[place]]
         least = -(-max(needed, default=0) // 2)  # that leaves stored W2 whole
         if least > whole.rank:
@@ -89,7 +89,7 @@ class LoKr(kind.AdapterKind):
         found = {}
         for place, parts in adapters.items():
             a, b, c, d = sizes[place]
-            wanted = self.shapes(spec, shapes.get(place, (a * b, c * d)))
+            wanted = self.shapes(spec, spec.rank, shapes.get(place, (a * b, c * d)))
             first = parts[W1].float() if W1 in parts else parts[W1_UP].float() @ parts[W1_DOWN].float()
             found[place] = {W1: kind.rescaled(first, owns[place], whole)}
             if W2 in wanted:
@@ -117,9 +117,7 @@ def _is_whole(parts: Parts) -> bool:
 def _strength(parts: Parts) -> Strength:
     """Return the strength of an adapter of LyCORIS: two whole tensors are not scaled."""
     return (
-        Strength(1, None)
-        if _is_whole(parts)
-        else kind.strength(parts, parts[W1_DOWN if W2 in parts else DOWN].shape[0], None)
+        Strength(1, 1.0) if _is_whole(parts) else kind.strength(parts, parts[W1_DOWN if W2 in parts else DOWN].shape[0])
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from cascade_train.models.adapters import kind
-from cascade_train.models.adapters.kind import LoraSpec, Parts, Shape
+from cascade_train.models.adapters.kind import LoraSpec, Parts, Shape, Strength
 from cascade_train.models.initialize import ZEROS, Fill, torch_uniform
 
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector.weight"
@@ -29,7 +29,7 @@ class LoRA(kind.AdapterKind):
     """Low-rank adapters."""
 
     name, title, prefix = "lora", "low-rank", "lora_"
-    options = frozenset({"init", "dropout", "dora", "joint_qkv"})
+    options = frozenset({"init", "dropout", "dora", "joint_qkv", "ranks"})
     factors = MappingProxyType({UP: 1, DOWN: 0})
     endings = MappingProxyType(
         {
@@ -53,33 +53,33 @@ class LoRA(kind.AdapterKind):
             return Fill(kind="normal", scale=1.0) if part == UP else ZEROS
         return torch_uniform(tensor) if part == DOWN else ZEROS
 
-    def shapes(self, spec: LoraSpec, module: Shape) -> dict[str, Shape]:
+    def shapes(self, spec: LoraSpec, rank: int, module: Shape) -> dict[str, Shape]:
         """Return A (rank, in, *kernel) and B (out, rank, 1, 1), with DoRA the magnitudes."""
         out, into, *taps = module
-        found: dict[str, Shape] = {DOWN: (spec.rank, into, *taps), UP: (out, spec.rank, *(1 for _ in taps))}
+        found: dict[str, Shape] = {DOWN: (rank, into, *taps), UP: (out, rank, *(1 for _ in taps))}
         return found | ({MAGNITUDE: (1, out, 1, 1) if taps else (out,)} if spec.dora else {})
 
-    def delta(self, spec: LoraSpec, parts: Parts) -> Tensor:
+    def delta(self, own: Strength, parts: Parts) -> Tensor:
         """Return (alpha / rank) B A."""
-        return spec.scale * (parts[UP].float().flatten(1) @ parts[DOWN].float().flatten(1))
+        return own.scale * (parts[UP].float().flatten(1) @ parts[DOWN].float().flatten(1))
 
-    def change(self, spec: LoraSpec, parts: Parts, weight: Tensor) -> Tensor:
+    def change(self, own: Strength, parts: Parts, weight: Tensor) -> Tensor:
         """Return the delta; with DoRA the change to outputs of the trained magnitudes."""
-        delta = super().change(spec, parts, weight)
+        delta = super().change(own, parts, weight)
         if MAGNITUDE not in parts:
             return delta
         adapted = weight + delta
         return adapted * magnitude_factor(parts[MAGNITUDE].float(), adapted) - weight
 
-    def output(self, spec: LoraSpec, parts: Parts) -> Tensor:
+    def output(self, own: Strength, parts: Parts) -> Tensor:
         """Return (alpha / rank) B A x for a fixed x, (out,)."""
         down, up = (parts[half].float().flatten(1) for half in (DOWN, UP))
-        return spec.scale * (up @ (down @ kind.fixed_input(down.shape[1])))
+        return own.scale * (up @ (down @ kind.fixed_input(down.shape[1])))
 
-    def to_file(self, spec: LoraSpec, parts: Parts) -> dict[str, Tensor]:
+    def to_file(self, own: Strength, parts: Parts) -> dict[str, Tensor]:
         """Return kohya's names, with LyCORIS' `dora_scale` (out, 1, ...)."""
         names = {DOWN: ".lora_down.weight", UP: ".lora_up.weight"}
-        found = {".alpha": super().to_file(spec, {})[".alpha"]} | {names[half]: parts[half] for half in names}
+        found = {".alpha": super().to_file(own, {})[".alpha"]} | {names[half]: parts[half] for half in names}
         if MAGNITUDE in parts:
             found[".dora_scale"] = parts[MAGNITUDE].reshape(-1, *[1] * (parts[UP].ndim - 1))
         return found
@@ -88,7 +88,7 @@ class LoRA(kind.AdapterKind):
         self,
         adapters: Mapping[kind.Place, Parts],
         shapes: Mapping[kind.Place, Shape],
-        given: kind.Strength | None,
+        given: Strength | None,
         origin: str,
     ) -> kind.Gathered:
         """See `AdapterKind.gather`; magnitudes stay as they are."""

@@ -141,13 +141,13 @@ def _contributions(lora: StoredLora) -> list[dict[str, Tensor]]:
     """Return changes times a fixed input, magnitudes and rows, of network, text encoders and tokens by name."""
     of_tokens = [each for each in (lora.tokens, lora.tokens_2) if each is not None]
     rows = [dict(zip(each.strings, each.rows, strict=True)) for each in of_tokens]
-    states = (lora.state, lora.text_encoder, lora.text_encoder_2)
-    return [*(_outputs(state, lora.spec) for state in states), *rows]
+    return [*(_outputs(state, lora.spec, prefix) for prefix, state in lora.states().items()), *rows]
 
 
-def _outputs(state: Mapping[str, Tensor], spec: LoraSpec) -> dict[str, Tensor]:
+def _outputs(state: Mapping[str, Tensor], spec: LoraSpec, prefix: str) -> dict[str, Tensor]:
     outputs = {n: v for n, v in state.items() if ".lora_magnitude_vector." in n}
-    outputs |= {name: KINDS[spec.kind].output(spec, parts) for name, parts in by_module(state).items()}
+    for name, parts in by_module(state).items():
+        outputs[name] = KINDS[spec.kind].output(spec.of(f"{prefix}{name}"), parts)
     return outputs
 
 
@@ -160,7 +160,7 @@ def merge_lora_into(state: dict[str, Tensor], lora: StoredLora, strength: float)
     kind, parts = KINDS[lora.spec.kind], by_module(lora.state)
     for name in lora.spec.targets:
         weight = state[f"{name}.weight"].float()
-        state[f"{name}.weight"].copy_(weight + strength * kind.change(lora.spec, parts[name], weight))
+        state[f"{name}.weight"].copy_(weight + strength * kind.change(lora.spec.of(name), parts[name], weight))
 
 
 def merge_all(

@@ -6,17 +6,19 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import parsing, stored_mapping
 from cascade_train.models.adapters.kind import Strength
-from cascade_train.models.adapters.kinds import KINDS, is_adapter, peft_options
+from cascade_train.models.adapters.kinds import KINDS, is_adapter, peft_alphas, peft_options
 from cascade_train.models.family import Family, Shape
-from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed, token_file
+from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed, token_file, with_one_rank
 from cascade_train.models.formats.weights import check_fit, read_tensors, shapes_of, write_tensors
 from cascade_train.models.formats.weights_source import find_part
 from cascade_train.models.lora import (
@@ -61,12 +63,11 @@ def write_single_file(path: Path, lora: StoredLora, metadata: Mapping[str, str])
         "alpha": str(spec.alpha),
         "dora": str(spec.dora).lower(),
         "targets": json.dumps(spec.targets),
+        **{key: json.dumps(own) for key, own in (("ranks", spec.ranks), ("alphas", spec.alphas)) if own},
     }
     if spec.kind != "lora":
         header |= {"kind": spec.kind, "factor": json.dumps(spec.factor)}
-    tensors = dict(lora.state)
-    for tower, (state, _) in lora.towers().items():
-        tensors |= {f"{tower}.{name}": value for name, value in state.items()}
+    tensors = {f"{part}{name}": value for part, state in lora.states().items() for name, value in state.items()}
     rows, of_tokens = _tokens_of(lora)
     write_tensors(path, tensors | rows, header | of_tokens)
 
@@ -80,7 +81,7 @@ def write_peft_folder(folder: Path, lora: StoredLora) -> None:
     for tower, (state, _) in lora.towers().items():
         if state:
             (folder / tower).mkdir()
-            _write_adapter(folder / tower, state, lora.spec)
+            _write_adapter(folder / tower, state, lora.spec, f"{tower}.")
     rows, header = _tokens_of(lora)
     if rows:
         write_tensors(folder / TOKENS_FILE, rows, header)
@@ -93,25 +94,28 @@ def write_diffusers_file(folder: Path, lora: StoredLora, root: str) -> None:
     `write_embeddings`.
     """
     tensors, facts = dict[str, Tensor](), dict[str, object]()
-    for prefix, state in {root: lora.state, **{tower: each for tower, (each, _) in lora.towers().items()}}.items():
+    for part, state in lora.states().items():
+        prefix = part or f"{root}."
         if state:
-            config = _peft_config(state, lora.spec).to_dict().items()
-            plain = bool | int | float | str | list
-            facts |= {f"{prefix}.{key}": value for key, value in config if value is None or isinstance(value, plain)}
-        tensors |= _peft_tensors(state, f"{prefix}.")
+            config, plain = _peft_config(state, lora.spec, part).to_dict(), bool | int | float | str | list
+            told = (k for k, v in config.items() if v is None or isinstance(v, plain) or (v and k.endswith("_pattern")))
+            facts |= {f"{prefix}{key}": config[key] for key in told}
+        tensors |= _peft_tensors(state, prefix)
     header = {"format": "pt", DIFFUSERS_HEADER: json.dumps(facts, indent=2, sort_keys=True)}
     write_tensors(folder / DIFFUSERS_FILE, tensors, header)
 
 
-def _write_adapter(folder: Path, state: Mapping[str, Tensor], spec: LoraSpec) -> None:
-    _peft_config(state, spec, inference_mode=True).save_pretrained(str(folder))
+def _write_adapter(folder: Path, state: Mapping[str, Tensor], spec: LoraSpec, part: str = "") -> None:
+    _peft_config(state, spec, part, inference_mode=True).save_pretrained(str(folder))
     write_tensors(folder / ADAPTER_FILE, _peft_tensors(state, _PEFT_PREFIX), {"format": "pt"})
 
 
-def _peft_config(state: Mapping[str, Tensor], spec: LoraSpec, **options: Any) -> Any:
-    config = KINDS[spec.kind].config(spec, **options)
-    # endings that names have in every version of transformers; peft would make a set, whose order is not fixed
-    config.target_modules = [name.removeprefix("text_model.") for name in adapted_modules(state)]
+def _peft_config(state: Mapping[str, Tensor], spec: LoraSpec, part: str, **options: Any) -> Any:
+    # endings that names have in every version of transformers
+    endings = {name.removeprefix("text_model."): f"{part}{name}" for name in adapted_modules(state)}
+    ranks, alphas = ({n: own[name] for n, name in endings.items() if name in own} for own in (spec.ranks, spec.alphas))
+    config = KINDS[spec.kind].config(spec, rank_pattern=ranks, alpha_pattern=alphas, **options)
+    config.target_modules = [*endings]  # peft would make a set, whose order is not fixed
     return config
 
 
@@ -211,11 +215,18 @@ def _read_adapters(source: str, key: str) -> tuple[dict[str, str], dict[str, Ten
 def _read_peft(folder: Path, key: str, *, prefix: str) -> tuple[dict[str, str], dict[str, Tensor]]:
     if not (folder / ADAPTER_CONFIG).is_file() or not (folder / ADAPTER_FILE).is_file():
         raise ConfigError(f"{key}={folder}: is no adapter folder, it lacks {ADAPTER_CONFIG} or {ADAPTER_FILE}")
+    stored = read_tensors(folder / ADAPTER_FILE, key, what="adapter file")[1]
+    tensors = {f"{prefix}{name.removeprefix(_PEFT_PREFIX)}": value for name, value in stored.items()}
     with parsing(f"{key}={folder / ADAPTER_CONFIG}:"):
-        options = peft_options(stored_mapping(folder / ADAPTER_CONFIG))
-    tensors = read_tensors(folder / ADAPTER_FILE, key, what="adapter file")[1]
-    header = {_ALPHA: str(options["alpha"]), _RANK: str(options["rank"])}
-    return header, {f"{prefix}{n.removeprefix(_PEFT_PREFIX)}": value for n, value in tensors.items()}
+        config = stored_mapping(folder / ADAPTER_CONFIG)
+        options = peft_options(config)
+        if options["kind"] == "lokr" and (config.get("rank_pattern") or config.get("alpha_pattern")):
+            raise ConfigError(
+                f"{key}={folder}: its LoKr adapters have ranks or alphas of their own (rank_pattern, alpha_pattern of "
+                f"{ADAPTER_CONFIG}), which only low-rank and LoHa adapters may have; train them anew with one"
+            )
+        header = {_ALPHA: str(options["alpha"]), _RANK: str(options["rank"])}
+        return header, tensors | peft_alphas(tensors, config, prefix)
 
 
 def _read_by_name(
@@ -229,12 +240,15 @@ def _read_by_name(
     named = {name: value for name, value in tensors.items() if name not in TOKEN_ROWS.values()}
     if header.get("format") == FORMAT:
         spec = _spec_of(header)
+        named |= {f"{name}.alpha": torch.tensor(alpha) for name, alpha in spec.alphas.items()}
         lora = read_keyed(named, modules, origin, family=family, given=Strength(spec.rank, spec.alpha))
         lora = replace(lora, spec=spec)
     elif is_keyed(named):
-        if DIFFUSERS_HEADER in header:
-            header = {**header, _ALPHA: str(json.loads(header[DIFFUSERS_HEADER])[f"{family.lora_root}.lora_alpha"])}
-        given = Strength(int(header.get(_RANK, 1)), float(header[_ALPHA])) if _ALPHA in header else None
+        facts = json.loads(header.get(DIFFUSERS_HEADER, "{}"))
+        for prefix in (f"{family.lora_root}.", *(f"{tower}." for tower in TEXT_ENCODERS)) if facts else ():
+            config = {name.removeprefix(prefix): fact for name, fact in facts.items() if name.startswith(prefix)}
+            named |= peft_alphas(named, config, prefix)
+        given = Strength(int(header[_RANK]), float(header[_ALPHA])) if _ALPHA in header else None
         lora = read_keyed(named, modules, origin, family=family, given=given)
     else:
         first = ", ".join(list(tensors)[:2]) or "nothing"
@@ -254,6 +268,8 @@ def _spec_of(header: Mapping[str, str]) -> LoraSpec:
         dora=header.get("dora") == "true",
         kind=header.get("kind", "lora"),
         factor=json.loads(header.get("factor", "null")),
+        ranks={name: int(rank) for name, rank in json.loads(header.get("ranks", "{}")).items()},
+        alphas={name: float(alpha) for name, alpha in json.loads(header.get("alphas", "{}")).items()},
     )
 
 
@@ -297,19 +313,32 @@ def module_shapes(network: nn.Module) -> dict[str, Shape]:
 
 
 def refill_lora(
-    network: nn.Module, source: str, *, key: str = "from", module_filters: Sequence[str] | None = DEFAULT_FILTERS
+    network: nn.Module,
+    source: str,
+    *,
+    key: str = "from",
+    module_filters: Sequence[str] | None = DEFAULT_FILTERS,
+    encoders: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> StoredLora:
-    """Load stored values into a whole network's adapters, and return them; errors also where rank or alpha differ."""
+    """Load stored values into a whole network's adapters, and return them; errors also where ranks or alphas differ.
+
+    `encoders` are adapted text encoders, by name. Of a network with one rank and alpha the stored ones become one.
+    """
     modules = module_shapes(network)
     lora = read_lora(source, key=key, family=network.family, modules=modules, module_filters=module_filters)
-    spec, carried = lora.spec, lora_spec(network)
-    if spec.kind != carried.kind:
-        raise ConfigError(f"{key}={source}: its adapters are of another kind; set task.kind={spec.kind}")
-    if (spec.rank, spec.alpha) != (carried.rank, carried.alpha):
-        raise ConfigError(
-            f"{key}={source}: its adapters have rank {spec.rank} and alpha {spec.alpha:g}, the task asks for "
-            f"task.rank={carried.rank} task.alpha={carried.alpha:g}; set both as they were trained"
-        )
+    carried = lora_spec(network, encoders)
+    if lora.spec.kind != carried.kind:
+        raise ConfigError(f"{key}={source}: its adapters are of another kind; set task.kind={lora.spec.kind}")
+    lora = lora if carried.ranks or carried.alphas else with_one_rank(lora)
+    for name in (f"{part}{name}" for part, state in lora.states().items() for name in adapted_modules(state)):
+        (rank, alpha), (wanted, scaled) = lora.spec.of(name), carried.of(name)
+        if (rank, alpha) != (wanted, scaled):
+            keys = f"task.rank={wanted} task.alpha={scaled:g}; set both as they were trained"
+            if carried.ranks or carried.alphas:
+                keys = f"rank {wanted} and alpha {scaled:g} in {name}; set task.ranks as they were trained"
+            raise ConfigError(
+                f"{key}={source}: its adapters have rank {rank} and alpha {alpha:g}, the task asks for {keys}"
+            )
     fill_adapters(network, lora.state, f"{key}={source}")
     return lora
 
@@ -352,15 +381,15 @@ def _size_of(family: Family, modules: Mapping[str, Shape]) -> str | None:
 
 def _check_fit(lora: StoredLora, modules: Mapping[str, Shape], origin: str) -> None:
     spec = lora.spec
-    if spec.rank < 1:
-        raise ConfigError(f"{origin}: its adapters have rank {spec.rank}, at least 1 is needed; copy the file again")
+    if (least := min([spec.rank, *spec.ranks.values()])) < 1:
+        raise ConfigError(f"{origin}: its adapters have rank {least}, at least 1 is needed; copy the file again")
     absent = [name for name in spec.targets if name not in modules]
     if absent:
         raise ConfigError(
             f"{origin}: adapts {absent[0]}, which this model has not; choose the model= the adapter was trained on"
         )
     kind = KINDS[spec.kind]
-    shapes = {name: kind.shapes(spec, modules[name]) for name in spec.targets}
+    shapes = {name: kind.shapes(spec, spec.of(name).rank, modules[name]) for name in spec.targets}
     wanted = {f"{name}.{part}": shape for name, parts in shapes.items() for part, shape in parts.items()}
     _check_shapes(wanted, shapes_of(lora.state), origin)
 

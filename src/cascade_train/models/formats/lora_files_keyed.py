@@ -6,12 +6,13 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.adapters.kind import AdapterKind, LoraSpec, Parts, Place, Strength
+from cascade_train.models.adapters.kind import AdapterKind, LoraSpec, Parts, Place, Strength, common
 from cascade_train.models.adapters.kinds import KINDS, by_module, kind_of
 from cascade_train.models.family import Family, Shape, Spelling
 from cascade_train.models.formats.weights import write_tensors
@@ -30,12 +31,12 @@ _TEXT_MODULE = re.compile(r"text_model_encoder_layers_(\d+)_(self_attn_[kqv]_pro
 def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, spelling: Spelling) -> None:
     """Write adapters under the names of another program, without trained tokens; `metadata` is added to the header."""
     tensors, kind = dict[str, Tensor](), KINDS[lora.spec.kind]
-    of_towers = ((spelling.text_encoder, lora.text_encoder), (SECOND_PREFIX, lora.text_encoder_2))
-    states = ((spelling.network, lora.state), *of_towers)
-    for prefix, state in states:
+    prefixes = (spelling.network, spelling.text_encoder, SECOND_PREFIX)
+    for prefix, (part, state) in zip(prefixes, lora.states().items(), strict=True):
         for name, parts in by_module(state).items():
             stem = prefix + spelling.names.get(name, name).replace(".", "_")
-            tensors |= {f"{stem}{ending}": value for ending, value in kind.to_file(lora.spec, parts).items()}
+            own = kind.to_file(lora.spec.of(f"{part}{name}"), parts)
+            tensors |= {f"{stem}{ending}": value for ending, value in own.items()}
     header = {  # what kohya's programs look for
         "ss_network_module": "networks.lora" if kind.name == "lora" else "lycoris.kohya",
         "ss_network_dim": str(lora.spec.rank),
@@ -76,14 +77,13 @@ def read_keyed(
 ) -> StoredLora:
     """Read adapters under ComfyUI's, kohya's, LyCORIS's or dotted names, for a family's network with these modules.
 
-    `given` is the strength of every adapter; None = that of the tensors. A ConfigError names what is missing or
-    unexpected.
+    `given` is one strength of all, see `AdapterKind.gather`. A ConfigError names what is missing or unexpected.
     """
     kind = kind_of(tensors) or KINDS["lora"]
     found, names = _collect(tensors, kind, origin), _known_names(family, [*modules])
     places: dict[Place, Parts] = {}
     for stem, parts in found.items():
-        alpha = float(parts.get("alpha", 1.0)) if given is None else given.scale
+        alpha = float(parts.get("alpha", 1.0 if given is None else given.alpha))
         if not math.isfinite(alpha):
             raise ConfigError(f"{origin}: {stem} is scaled by {alpha}; copy the file again")
         place = ("", names[stem]) if stem in names else _text_name(stem)
@@ -140,3 +140,21 @@ def _text_name(stem: str) -> tuple[str, str] | None:
             return tower, f"text_model.encoder.layers.{match[1]}.{layer}"
     tower, _, name = stem.partition(".")
     return (tower, name) if tower in TEXT_ENCODERS else None
+
+
+def with_one_rank(lora: StoredLora) -> StoredLora:
+    """Return equal adapters of one rank and alpha: pad with zeros, multiply other scales into a factor."""
+    if not lora.spec.ranks and not lora.spec.alphas:
+        return lora
+    named = {
+        f"{part}{name}": parts for part, state in lora.states().items() for name, parts in by_module(state).items()
+    }
+    kind, whole = KINDS[lora.spec.kind], common([lora.spec.of(name) for name in named])
+    raised = {name: kind.raised(parts, lora.spec.of(name), whole) for name, parts in named.items()}
+    states = (
+        {f"{name}.{part}": each for name in by_module(state) for part, each in raised[f"{prefix}{name}"].items()}
+        for prefix, state in lora.states().items()
+    )
+    state, text_encoder, text_encoder_2 = states
+    spec = replace(lora.spec, rank=whole.rank, alpha=whole.alpha, ranks={}, alphas={})
+    return replace(lora, spec=spec, state=state, text_encoder=text_encoder, text_encoder_2=text_encoder_2)

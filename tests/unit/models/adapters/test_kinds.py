@@ -45,6 +45,7 @@ OTHERS = [
     pytest.param({"kind": "lokr", "rank": 3}, id="lokr with whole second matrices"),
     pytest.param({"kind": "lokr", "rank": 50}, id="lokr of whole matrices alone"),
     pytest.param({"kind": "loha"}, id="loha"),
+    pytest.param({"kind": "loha", "ranks": [["to_q", 1], ["embedding", 4]]}, id="loha of several ranks"),
 ]
 
 
@@ -90,7 +91,9 @@ def test_weights_change_as_the_paper_says(changes: dict[str, Any]) -> None:
     assert (lora.spec.kind, lora.spec.alpha) == (changes["kind"], 3.0)
     for name, parts in by_module(lora.state).items():
         weight = plain.get_parameter(f"{name}.weight")
-        weight.data += by_the_paper(changes["kind"], parts, 3.0 / lora.spec.rank).view(weight.shape)
+        rank = len(parts.get("hada_w1_b", range(lora.spec.rank)))
+        assert rank == (1 if "to_q" in name else 4 if "embedding" in name else 2) or "ranks" not in changes
+        weight.data += by_the_paper(changes["kind"], parts, 3.0 / rank).view(weight.shape)
     torch.testing.assert_close(predicted(network), predicted(plain), atol=1e-5, rtol=1e-4)
     assert (predicted(network) - base).abs().max() > 0.1
     merged = small_network()
@@ -160,7 +163,7 @@ TEXT = "text_model.encoder.layers.0.self_attn.q_proj"
 
 def text_adapters(kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
     spec = lora_spec(adapted(kind=kind, **options))
-    shapes = KINDS[kind].shapes(spec, (24, 24))
+    shapes = KINDS[kind].shapes(spec, spec.rank, (24, 24))
     return {f"{TEXT}.{part}": torch.randn(shape) for part, shape in shapes.items()}
 
 
@@ -196,6 +199,14 @@ def test_peft_itself_loads_a_folder(changes: dict[str, Any], tmp_path: Path) -> 
     plain = build_plain_network(CASCADE, network.config, small_network().state_dict())
     loaded = PeftModel.from_pretrained(plain, str(tmp_path / "lora")).get_base_model().eval()
     torch.testing.assert_close(predicted(loaded), predicted(network), atol=1e-6, rtol=1e-6)
+
+
+def test_a_folder_of_lokr_with_ranks_of_their_own_is_refused(tmp_path: Path) -> None:
+    network, config = adapted(kind="lokr"), tmp_path / "lora" / "adapter_config.json"
+    save_lora(stored(network), CASCADE, network.config, tmp_path / "lora", {})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"alpha_pattern": {"to_q": 5.0}}))
+    with pytest.raises(ConfigError, match="LoKr adapters have ranks or alphas of their own .* train them anew"):
+        read_from(str(tmp_path / "lora"), modules=module_shapes(network))
 
 
 def in_comfyui(file: dict[str, Tensor], stem: str, shape: torch.Size) -> Tensor:
