@@ -47,7 +47,7 @@ OUTSIDE = {
     "batch": {"torch", "numpy"},
     "errors": set(),
     "files": {"yaml", "huggingface_hub"},
-    "options": set(),
+    "options": {"regex"},
     "redaction": set(),
     "renamed": set(),
     "signals": set(),

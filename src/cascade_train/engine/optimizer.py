@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cascade_train.errors import ConfigError
-from cascade_train.patterns import check_found, check_pattern, is_found
+from cascade_train.options import check_found, check_pattern, is_found
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -25,7 +25,7 @@ from cascade_train.models.adapters.kind import LoraSpec as LoraSpec
 from cascade_train.models.adapters.kinds import KINDS, by_module, is_adapter, peft_options
 from cascade_train.models.adapters.lora import output_norms
 from cascade_train.models.initialize import Shares, fill_
-from cascade_train.patterns import is_found
+from cascade_train.options import is_found
 
 ADAPTER = "default"
 """peft's name of the one adapter that a network carries."""

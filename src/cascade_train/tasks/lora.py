@@ -34,8 +34,7 @@ from cascade_train.models.lora import (
 from cascade_train.models.stage import Stage, below
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.models.tokens import put_tokens, train_tokens, trained_tokens
-from cascade_train.options import File, Positive, check_least
-from cascade_train.patterns import check_found, check_pattern
+from cascade_train.options import File, Positive, check_found, check_least, check_pattern
 from cascade_train.tasks.base import Export
 from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage
 
