@@ -30,7 +30,7 @@ from cascade_train.data.buckets import PRESETS, Buckets, bucket_size
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF, CONFIG = ROOT / "conf", ROOT / "src/cascade_train/config"
-SCHEMAS = (CONFIG / "schema.py",)
+SCHEMAS = (CONFIG / "schema.py", CONFIG / "schema_outputs.py")
 NAMES = re.compile(r"[a-z_]+(?:[.][a-z_]+)+|[a-z_]+=")
 """Our keys and groups in the words of a table."""
 CHOSEN = {"parallel": "auto", "memory": "none", "tracker": "none"}
