@@ -43,7 +43,7 @@ class Strength(NamedTuple):
     @property
     def scale(self) -> float:
         """Return alpha / rank."""
-        return self.alpha / self.rank
+        return 1.0 if self.alpha == self.rank else self.alpha / self.rank  # a rank of 0 is refused later
 
 
 @dataclass(frozen=True, kw_only=True)
