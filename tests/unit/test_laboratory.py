@@ -1,0 +1,139 @@
+import json
+
+import numpy as np
+import pytest
+
+from bench import laboratory
+from bench.laboratory import (
+    BASE,
+    HIGHER,
+    SEEDS,
+    Notebook,
+    against_itself,
+    asked,
+    cell,
+    equal_seconds,
+    interval,
+    main,
+    measured,
+    overrides,
+    page,
+    write_real,
+)
+from bench.laboratory_rows import BASELINE, LEFT_OUT, ROWS, STEPS
+from cascade_train.config.launch import CONF
+from cascade_train.models.adapters.kinds import KINDS
+
+GROUPS = ("objective", "distance", "times", "noise", "optimizer", "lr_scheduler")
+METHOD = next(iter(ROWS))
+
+
+def options():
+    files = [f"{group}={file.stem}" for group in GROUPS for file in (CONF / group).glob("[!_]*.yaml")]
+    return [*files, "ema.decay", "ema.post_hoc", *(f"task.kind={kind}" for kind in KINDS), "task.dora"]
+
+
+@pytest.mark.parametrize("option", options())
+def test_every_option_has_a_row_or_a_reason(option):
+    written = {each for row in ROWS.values() for each in row.overrides}
+    has_row = any(each == option or each.startswith(f"{option}=") for each in written)
+    assert has_row != (option in LEFT_OUT)
+
+
+def test_reasons_and_choices_are_of_options_that_exist():
+    known = set(options())
+    assert set(LEFT_OUT) <= known
+    chosen = {each for row in ROWS.values() for each in row.overrides if each.split("=")[0] in GROUPS}
+    assert chosen <= known
+
+
+def test_an_arm_differs_from_the_baseline_in_its_method_alone():
+    baseline, lion = overrides(None, 3, STEPS, None), overrides(ROWS["Lion"], 3, STEPS, 5e-4)
+    assert set(baseline) - set(lion) == {"optimizer.lr=2e-3"}
+    assert set(lion) - set(baseline) == {"optimizer=lion", "optimizer.lr=0.0005"}
+    known = overrides(ROWS["half of the pictures known"], 3, STEPS, None)
+    assert "data.source.seed=3" in known and not any(each.startswith(("~", "data.only")) for each in known)
+    assert len({each.split("=")[0] for each in known}) == len(known)
+
+
+def test_an_arm_is_trained_painted_with_and_judged(tmp_path, monkeypatch):
+    monkeypatch.setattr(laboratory, "ASKED_NEW", 2)
+    monkeypatch.setattr(laboratory, "ASKED_KNOWN", 3)
+    monkeypatch.setattr(laboratory, "REAL", 10)
+    asked.cache_clear()
+    try:
+        assert [scene.position == "sides" for scene in asked()] == [True, True, False, False, False]
+        real = tmp_path / "real"
+        real.mkdir()
+        write_real(real)
+        assert len(list(real.iterdir())) == 10
+        found = measured(None, 0, 1, None, real)
+    finally:
+        asked.cache_clear()
+    assert found.keys() == HIGHER.keys()
+    assert found["learned"] == 0.0  # one step teaches nothing
+    assert found["kept"] == 1.0  # and harms nothing
+
+
+def test_intervals_of_differences_are_those_of_paired_means():
+    mean, low, high = interval(np.full(8, 0.25))
+    assert mean == low == high == 0.25
+    drawn = np.random.default_rng(3).normal(1.0, 2.0, size=400)
+    mean, low, high = interval(drawn)
+    half = 1.96 * drawn.std() / 20  # of a mean of 400
+    assert (low, high) == pytest.approx((mean - half, mean + half), abs=0.03)
+
+
+def test_equal_seconds_are_fewer_steps_of_a_slower_method():
+    assert equal_seconds(1.5) == round(STEPS / 1.5)
+    assert equal_seconds(0.5) == 2 * STEPS
+    assert equal_seconds(1.04) == STEPS
+
+
+def test_a_cell_is_bold_where_its_interval_lies_on_one_side_of_zero():
+    assert cell(np.array([0.1, 0.2, 0.1, 0.2]), "kept").startswith("**+15.0 [+")
+    assert cell(np.array([0.1, -0.1, 0.2, -0.2]), "kept").startswith("+0.0 [-")
+
+
+def notebook(path, *, rows):
+    book = Notebook(path)
+    for name, learned, seeds in rows:
+        for seed in seeds:
+            found = {measure: learned + 0.01 * seed for measure in HIGHER}
+            book.find_or(lambda found=found: found, row=name, seed=seed, steps=STEPS, rate=None)
+    return book
+
+
+def test_a_page_shows_what_was_measured_and_what_was_not(tmp_path):
+    path = tmp_path / "book.jsonl"
+    book = notebook(path, rows=[(BASE, 0.5, range(2 * len(SEEDS))), (METHOD, 0.75, SEEDS)])
+    book.find_or(lambda: 1.0, row=METHOD, pace=True)
+    lines = page(Notebook(path))
+    (line,) = (each for each in lines if each.startswith(f"| {METHOD}, "))
+    assert "| **+25.0 [+25.0, +25.0]** |" in line and line.rstrip(" |").endswith("**+25.0 [+25.0, +25.0]**")
+    assert sum("not measured" in each for each in lines) == len(ROWS) - 1
+    assert f"`{' '.join(BASELINE)}`" in "\n".join(lines)
+    assert len(path.read_text().splitlines()) == 3 * len(SEEDS) + 1
+
+
+def test_what_was_measured_is_not_done_again(tmp_path):
+    path = tmp_path / "book.jsonl"
+    path.write_text(json.dumps({"row": BASE, "seed": 0, "steps": STEPS, "rate": None, "found": {}}) + "\n")
+    book = Notebook(path)
+    assert book.find_or(lambda: pytest.fail("done again"), row=BASE, seed=0, steps=STEPS, rate=None)["found"] == {}
+
+
+def test_the_baseline_against_itself_covers_zero_in_most_cells():
+    seeds = np.random.default_rng(0).normal(size=(len(HIGHER), 2 * len(SEEDS)))
+    covered, cells = against_itself(dict(zip(HIGHER, seeds, strict=True)))
+    assert cells == 20 * len(HIGHER)
+    assert covered / cells > 0.8
+
+
+def test_the_command_writes_the_page(tmp_path, capsys):
+    out = tmp_path / "page.md"
+    assert main(["--book", str(tmp_path / "none.jsonl"), "--page", str(out)]) == 0
+    assert "not measured yet" in out.read_text()
+    with pytest.raises(SystemExit):
+        main(["--rows", "nonsense"])
+    assert "nonsense" in capsys.readouterr().err
