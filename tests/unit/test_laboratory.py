@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,9 +22,9 @@ from bench.laboratory import (
     write_real,
 )
 from bench.laboratory_rows import BASELINE, LEFT_OUT, ROWS, STEPS
-from cascade_train.config.launch import CONF
 from cascade_train.models.adapters.kinds import KINDS
 
+CONF = Path(laboratory.__file__).parents[1] / "conf"
 GROUPS = ("objective", "distance", "times", "noise", "optimizer", "lr_scheduler")
 METHOD = next(iter(ROWS))
 
@@ -52,7 +53,8 @@ def test_an_arm_differs_from_the_baseline_in_its_method_alone():
     assert set(baseline) - set(lion) == {"optimizer.lr=2e-3"}
     assert set(lion) - set(baseline) == {"optimizer=lion", "optimizer.lr=0.0005"}
     known = overrides(ROWS["half of the pictures known"], 3, STEPS, None)
-    assert "data.source.seed=3" in known and not any(each.startswith(("~", "data.only")) for each in known)
+    assert "data.source.seed=3" in known
+    assert not any(each.startswith(("~", "data.only")) for each in known)
     assert len({each.split("=")[0] for each in known}) == len(known)
 
 
@@ -99,7 +101,7 @@ def notebook(path, *, rows):
     book = Notebook(path)
     for name, learned, seeds in rows:
         for seed in seeds:
-            found = {measure: learned + 0.01 * seed for measure in HIGHER}
+            found = dict.fromkeys(HIGHER, learned + 0.01 * seed)
             book.find_or(lambda found=found: found, row=name, seed=seed, steps=STEPS, rate=None)
     return book
 
@@ -110,7 +112,8 @@ def test_a_page_shows_what_was_measured_and_what_was_not(tmp_path):
     book.find_or(lambda: 1.0, row=METHOD, pace=True)
     lines = page(Notebook(path))
     (line,) = (each for each in lines if each.startswith(f"| {METHOD}, "))
-    assert "| **+25.0 [+25.0, +25.0]** |" in line and line.rstrip(" |").endswith("**+25.0 [+25.0, +25.0]**")
+    assert "| **+25.0 [+25.0, +25.0]** |" in line
+    assert line.rstrip(" |").endswith("**+25.0 [+25.0, +25.0]**")
     assert sum("not measured" in each for each in lines) == len(ROWS) - 1
     assert f"`{' '.join(BASELINE)}`" in "\n".join(lines)
     assert len(path.read_text().splitlines()) == 3 * len(SEEDS) + 1
