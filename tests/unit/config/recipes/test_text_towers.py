@@ -134,14 +134,14 @@ def test_a_rate_that_is_none_is_refused_by_its_key(
     assert "text_encoder_lr: of another type than its trainer reads" in capsys.readouterr().err
 
 
-def test_a_stop_of_onetrainers_parts_is_said_to_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_of_onetrainers_tower_leads_to_our_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = {
         "text_encoder": {"train": True, "stop_training_after": 7, "stop_training_after_unit": "EPOCH"},
         "unet": {"stop_training_after": 7, "stop_training_after_unit": "NEVER"},
     }
     imported(tmp_path, {"train.json": onetrainer("STABLE_DIFFUSION_15", "LORA", **parts)})
     said = capsys.readouterr().out
-    assert "text_encoder.stop_training_after: what trains does so to the end" in said.partition("Not supported")[2]
+    assert "text_encoder.stop_training_after: model.text_encoder.stop_after takes optimizer steps" in said
     assert "unet.stop_training_after" in said.partition("The same")[2].partition("Not needed")[0]
 
 
