@@ -90,7 +90,7 @@ class AdapterKind(abc.ABC):
         prefix: of the names of its tensors below a module.
         options: options of the task that it takes, beside those of all kinds.
         endings: how files name its tensors below a module, with a dot -> its part; `alpha` is a scalar.
-        factors: parts of every adapter -> the dimension that is the rank; other scales go into the first. None where
+        factors: parts of every adapter -> the dimension that is the rank; other scales go into the first. Empty where
             not all adapters have them, which then share one rank and alpha.
     """
 
