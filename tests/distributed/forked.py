@@ -110,8 +110,8 @@ def look_at_dtypes(out: Path) -> None:
         seen: dict[str, list[str]] = {}
         clip = phase.clip
 
-        def looking() -> Any:
-            norm = clip()
+        def looking(*at: int) -> Any:
+            norm = clip(*at)
             network = self.task.stage.network
             seen["trained"] = sorted({str(p.dtype) for p in phase.parameters.values()})
             seen["gradients"] = sorted({str(p.grad.dtype) for p in phase.parameters.values()})

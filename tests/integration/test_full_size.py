@@ -47,7 +47,7 @@ def looking(self, micro_batches):
     (phase,) = self.phases
     clip = phase.clip
 
-    def then_clip():
+    def then_clip(*at):
         parameters = list(self.task.stage.network.parameters())
         frozen = [p for p in parameters if not p.requires_grad]
         seen["billions"] = sum(p.numel() for p in parameters) / 1e9
@@ -55,7 +55,7 @@ def looking(self, micro_batches):
         seen["frozen_with_gradients"] = sum(p.grad is not None for p in frozen)
         seen["trained_without_gradients"] = sum(p.grad is None for p in phase.parameters.values())
         seen["trained"] = len(phase.parameters)
-        return clip()
+        return clip(*at)
 
     phase.clip = then_clip
     return train_step(self, micro_batches)
