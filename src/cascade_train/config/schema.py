@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 from cascade_train.config.schema_outputs import (
@@ -126,12 +127,24 @@ class EmaConfig:
             )
         if self.decay is not None and not 0.0 < self.decay < 1.0:
             raise ConfigError(f"ema.decay={self.decay} must lie between 0 and 1, e.g. 0.999; null switches it off.")
-        for length in self.post_hoc or ():
-            check_length("ema.post_hoc", length)
-        if self.post_hoc is not None and len(set(self.post_hoc)) != max(len(self.post_hoc), 1):
-            raise ConfigError(f"ema.post_hoc={self.post_hoc} must be different lengths, e.g. [0.05,0.1]; or null.")
+        if self.post_hoc is not None:
+            self._check_post_hoc(sorted(self.post_hoc))
         limit(self, "ema", "start_step", least=0)
         limit(self, "ema", "every_steps", least=1)
+
+    def _check_post_hoc(self, lengths: list[float]) -> None:
+        for length in lengths:
+            check_length("ema.post_hoc", length)
+        if not lengths or any(longer < 1.1 * length for length, longer in pairwise(lengths)):
+            raise ConfigError(
+                f"ema.post_hoc={self.post_hoc} must be lengths of which each is at least a tenth longer than the one "
+                "before, e.g. [0.05,0.1]; or null. The difference of nearly equal ones is rounding."
+            )
+        if self.every_steps != 1:
+            raise ConfigError(
+                f"ema.every_steps={self.every_steps} must be 1 with ema.post_hoc, whose averages weigh every step. Set"
+                " it to 1, or ema.post_hoc=null."
+            )
 
 
 @dataclass(kw_only=True)

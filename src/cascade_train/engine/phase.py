@@ -146,7 +146,7 @@ class BoundPhase:
     def _stopped(self, step: int, max_steps: int) -> list[str]:
         """Return the roots that stay as they are at optimizer step `step`."""
         until = self.phase.until.items()
-        return [root for root, share in until if step > (share if share >= 1 else round(share * max_steps))]
+        return [root for root, share in until if step > (share if share >= 1 else max(round(share * max_steps), 1))]
 
     def _lr_factor(self, step: int, max_steps: int) -> float:
         factor = self.lr_schedule.factor(step, max_steps)

@@ -85,6 +85,10 @@ class TextEncoder(ClipTower):
                 f"{self.key}.hidden_layer={self.hidden_layer}: is counted from the end, give -1 (the last layer) to "
                 f"{-self.num_hidden_layers} (the first)"
             )
+        if self.stop_after is not None and self.stop_after > 1 and self.stop_after % 1:
+            raise ValueError(
+                f"{self.key}.stop_after={self.stop_after}: give whole optimizer steps, or a share of them below 1"
+            )
         super().__post_init__()
         self.tokenizer_source = self.tokenizer
         del self.tokenizer  # until `build` loads it

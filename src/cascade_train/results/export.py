@@ -96,19 +96,18 @@ def restore_average(
 
     It is a sum of averages that checkpoints up to there keep (Karras et al. 2024, section 3.2).
     """
-    lengths, every_steps = list(cfg.ema.post_hoc), cfg.ema.every_steps
+    lengths = list(cfg.ema.post_hoc)
     paths = {at: store.directory / f"step_{at}" for at in store.steps() if at <= step}
     steps = from_rank_zero(lambda: [at for at, path in paths.items() if find_fault(path) is None])
-    by_update = {max(at - at % every_steps, every_steps): at for at in steps}  # some keep the same averages
-    coefficients, error = solve([(at, each) for at in by_update for each in lengths], max(by_update), length)
+    coefficients, error = solve([(at, each) for at in steps for each in lengths], step, length)
     if error > MOST_ERROR:
         raise ConfigError(
-            f"average={length} cannot be built from the averages of {lengths} in {len(by_update)} checkpoints up to "
+            f"average={length} cannot be built from the averages of {lengths} in {len(steps)} checkpoints up to "
             f"step {step}: the nearest differs by {error:.0%}, {MOST_ERROR:.0%} is the most. Choose a length nearer to "
             "those, or train with more checkpoints: checkpoint.keep_every_steps."
         )
     totals: list[dict[str, Tensor]] = [{} for _ in phases]
-    for number, at in enumerate(by_update.values()):
+    for number, at in enumerate(steps):
         restore_training_state(store, paths[at], phases, task, optimizer=False)
         shares = coefficients[number * len(lengths) :][: len(lengths)]
         for phase, total in zip(phases, totals, strict=True):
@@ -117,7 +116,7 @@ def restore_average(
     for phase, total in zip(phases, totals, strict=True):
         if total:
             phase.replace_weights(total)
-    log.info("The average %g is built from %d checkpoints; its profile differs by %.2g.", length, len(by_update), error)
+    log.info("The average %g is built from %d checkpoints; its profile differs by %.2g.", length, len(steps), error)
 
 
 def find_checkpoint(store: CheckpointStore, step: int | None) -> Path:

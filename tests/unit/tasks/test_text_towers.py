@@ -204,6 +204,7 @@ def test_towers_that_cannot_train_are_refused(option: str, towers: dict[str, Any
     [
         ("c_tiny", {"train": True}, r"model\.text_encoder\.train=true: the text tower of stage_c stays as it is"),
         ("sd_tiny", {"stop_after": 0}, r"text_encoder\.stop_after=0 must be greater than 0"),
+        ("sd_tiny", {"stop_after": 1.5}, r"text_encoder\.stop_after=1\.5: give whole optimizer steps, or a share"),
         ("sd_tiny", {"lr": 0.0}, r"text_encoder\.lr=0\.0 must be greater than 0"),
     ],
 )
