@@ -47,9 +47,10 @@ def launch(argv: Sequence[str]) -> int:
         sys.stdout.write(f"cascade-train {cascade_train.__version__}\n")
         return 0
     if is_training(argv):
-        from cascade_train.commands.train import compose_and_train
+        from cascade_train.commands.train import train
+        from cascade_train.config.launch import compose_and_run
 
-        return compose_and_train(argv[1:] if argv[:1] == ["train"] else argv)
+        return compose_and_run(argv[1:] if argv[:1] == ["train"] else argv, train, checks_data=True)
     from cascade_train.commands.parts.command_line import run_command
 
     return run_command(argv)

@@ -8,19 +8,12 @@ Declares no COMMAND: config/launch.py reads its arguments.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from cascade_train.config.launch import compose_and_run
 from cascade_train.engine.run.lock import check_folder
 from cascade_train.signals import while_importing
-
-
-def compose_and_train(argv: Sequence[str]) -> int:
-    """Train what a command line describes, and return the exit code."""
-    return compose_and_run(argv, train, checks_data=True)
 
 
 def train(cfg: DictConfig) -> int:
