@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from PIL import Image, ImageChops, ImageDraw
 
 from cascade_train.data.index.rows import ROW_FIELDS, Index
@@ -104,25 +103,23 @@ class Shapes(Source):
 
     def read(self, row: int) -> RawSample:
         """See `Source.read`: draw one picture."""
-        scene, caption, picture = self.draw(row)
+        scene, caption, picture, outline = self._draw(row)
         return RawSample(
             image=np.asarray(picture),
             caption=caption,
             key=f"{self._title()}:{row:07d}",
             values=vars(scene.renamed(self.names or {})),
-            mask=self._mask(row),
+            mask=self._mask(np.asarray(outline) > 0),
         )
 
-    def _mask(self, row: int) -> np.ndarray | None:
+    def _mask(self, inside_HW: np.ndarray) -> np.ndarray | None:
         """Return the loss weight of each pixel, 255 on the object and a twelfth of the side around it."""
         if self.background_weight == 1.0:
             return None
-        draws = _uniform(self.seed, row)
-        near = np.asarray(_outline_mask(_draw_scene(draws, self.only or ()), draws[10:], self.image_size)) > 0
-        reach = self.image_size // 24  # along each axis
-        for axis in (0, 1):
-            margins = [(reach, reach) if axis == each else (0, 0) for each in (0, 1)]
-            near = sliding_window_view(np.pad(near, margins), 2 * reach + 1, axis=axis).max(axis=-1)
+        near, reach = inside_HW, self.image_size // 24  # along each axis
+        for _ in range(2):
+            padded = np.pad(near, ((reach, reach), (0, 0)))
+            near = np.logical_or.reduce([padded[first : first + len(near)] for first in range(2 * reach + 1)]).T
         return np.where(near, np.uint8(255), np.uint8(round(255 * self.background_weight)))
 
     def _title(self) -> str:
@@ -135,10 +132,15 @@ class Shapes(Source):
 
     def draw(self, row: int) -> tuple[Scene, str, Image.Image]:
         """Return the content of a picture, its caption, and the picture, image_size square in RGB."""
+        return self._draw(row)[:3]
+
+    def _draw(self, row: int) -> tuple[Scene, str, Image.Image, Image.Image]:
+        """Return what `draw` does, and the object's soft outline."""
         draws = _uniform(self.seed, row)
         scene = _draw_scene(draws, self.only or ())
         caption = _write_caption(scene.renamed(self.names or {}), draws[5:10])
-        return scene, caption, _draw_picture(scene, draws[10:], self.image_size)
+        outline = _outline_mask(scene, draws[10:], self.image_size)
+        return scene, caption, _draw_picture(scene, draws[10:], outline), outline
 
 
 def _uniform(seed: int, row: int) -> list[float]:
@@ -181,10 +183,10 @@ def _write_caption(scene: Scene, draws: list[float]) -> str:
     return _choose(forms, draws[3])
 
 
-def _draw_picture(scene: Scene, draws: list[float], image_size: int) -> Image.Image:
-    front = Image.new("RGB", (image_size, image_size), _vary_brightness(scene.colour, draws[4]))
-    back = Image.new("RGB", (image_size, image_size), _vary_brightness(scene.background, draws[5]))
-    return Image.composite(front, back, _outline_mask(scene, draws, image_size))
+def _draw_picture(scene: Scene, draws: list[float], outline: Image.Image) -> Image.Image:
+    front = Image.new("RGB", outline.size, _vary_brightness(scene.colour, draws[4]))
+    back = Image.new("RGB", outline.size, _vary_brightness(scene.background, draws[5]))
+    return Image.composite(front, back, outline)
 
 
 def _outline_mask(scene: Scene, draws: list[float], image_size: int) -> Image.Image:
