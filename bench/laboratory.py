@@ -143,22 +143,26 @@ def step_seconds(row: Row | None, rate: float | None) -> float:
 
 
 class Notebook:
-    """The arms that were measured, one line of JSON each, appended to by several processes."""
+    """The arms that were measured, one line of JSON each, appended to by several processes.
+
+    Attributes:
+        rows: the lines.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        self.rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
     def find(self, **key: Any) -> dict[str, Any] | None:
         """Return the line with these values."""
-        return next((row for row in self._rows if row.items() >= key.items()), None)
+        return next((row for row in self.rows if row.items() >= key.items()), None)
 
     def find_or(self, work: Any, **key: Any) -> dict[str, Any]:
         """Return the line with these values, or do the work and write what it returns."""
         row = self.find(**key)
         if row is None:
             row = {**key, "found": work(), "commit": commit(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
-            self._rows.append(row)
+            self.rows.append(row)
             with self._path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
         return row
@@ -198,7 +202,7 @@ BASE = "baseline"
 def values(book: Notebook, name: str, steps: int, seeds: Iterable[int]) -> dict[str, np.ndarray] | None:
     """Return each measure of an arm by seed; None where one is missing."""
     found = [
-        next((r for r in book._rows if (r["row"], r.get("seed"), r.get("steps")) == (name, seed, steps)), None)
+        next((r for r in book.rows if (r["row"], r.get("seed"), r.get("steps")) == (name, seed, steps)), None)
         for seed in seeds
     ]
     if any(each is None for each in found):
@@ -261,7 +265,7 @@ def line(book: Notebook, name: str, of_base: Mapping[str, np.ndarray]) -> str:
     found, ratio = values(book, name, STEPS, SEEDS), book.find(row=name, pace=True)
     if found is None or ratio is None:
         return f"| {name}, {chosen} | not measured |" + " |" * (len(HIGHER) + 2)
-    rate = next(r["rate"] for r in book._rows if r["row"] == name and r.get("seed") == SEEDS[0])
+    rate = next(r["rate"] for r in book.rows if r["row"] == name and r.get("seed") == SEEDS[0])
     cells = [cell(found[measure] - of_base[measure], measure) for measure in HIGHER]
     timed = values(book, name, equal_seconds(ratio["found"]), SEEDS)
     cells += [f"{ratio['found']:.2f}"]

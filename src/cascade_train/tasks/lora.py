@@ -117,7 +117,7 @@ class LoRA(TextToImage):
             value = getattr(self, name)
             if value != unused and name not in kind.options:
                 takers = " or ".join(f"kind={each.name}" for each in KINDS.values() if name in each.options)
-                raise ValueError(f"{name}={value}: is for {takers}, and kind={self.kind}; leave it out")
+                raise ValueError(f"{name}={value}: is for {takers}, not for kind={self.kind}; leave it out")
 
     def _check_ranks(self) -> None:
         for entry in self.ranks or ():
