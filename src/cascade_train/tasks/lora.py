@@ -87,7 +87,7 @@ class LoRA(TextToImage):
     seed: int
     init: Literal["kaiming", "original"] = "kaiming"
     joint_qkv: bool = False
-    ranks: list[list[Any]] | None = None
+    ranks: list[Any] | None = None
     preserve: list[list[str]] | None = None
     preserve_weight: Positive[float] = 1.0
     kind: Literal["lora", "lokr", "loha"] = "lora"
@@ -121,13 +121,14 @@ class LoRA(TextToImage):
 
     def _check_ranks(self) -> None:
         for entry in self.ranks or ():
-            positive = [isinstance(number, int | float) and number > 0 for number in entry[1:]]
-            if not (2 <= len(entry) <= 3 and type(entry[1]) is int and all(positive)):
+            pattern, *numbers = entry if isinstance(entry, list) and entry else [None]
+            positive = all(isinstance(number, int | float) and number > 0 for number in numbers)
+            if not (isinstance(pattern, str) and 1 <= len(numbers) <= 2 and type(numbers[0]) is int and positive):
                 raise ValueError(
                     f"ranks={entry}: give an expression and a rank of at least 1, such as [attention, 16], or with an"
                     " alpha above 0, [attention, 16, 8.0]"
                 )
-            check_pattern("ranks", entry[0])
+            check_pattern("ranks", pattern)
 
     def check_stage(self, stage: Stage) -> None:
         """Look up how many text encoders there are."""
