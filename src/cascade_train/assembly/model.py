@@ -37,7 +37,7 @@ from cascade_train.files.durable import write_durably
 from cascade_train.files.hub import announced_hash, parse_source
 from cascade_train.files.untrusted import load_mapping
 from cascade_train.models.formats.int8 import fill_codes, quantize
-from cascade_train.models.formats.weights_source import WeightsSpec, find_files, local_path
+from cascade_train.models.formats.weights_source import WeightsSpec, find_files, is_packaged, local_path
 from cascade_train.models.lora import MAGNITUDE
 from cascade_train.models.stage import Stage
 from cascade_train.tasks.base import Phase
@@ -223,10 +223,13 @@ def record_weights(run: Path, specs: list[WeightsSpec], *, initial: tuple[str, .
     for key, own in found.items():
         before = held.get(key, own)
         if key not in initial and own["files"] != before["files"]:
-            commit = before["commit"]
-            pin = "" if commit is None else f": the commit {commit} behind an @ in the source names them for good"
+            remedy = "restore the old ones"
+            if is_packaged(own["source"]):
+                remedy = f"go on with the library that {run / 'environment.json'} names, whose weights they are"
+            elif before["commit"] is not None:
+                remedy += f": the commit {before['commit']} behind an @ in the source names them for good"
             raise ConfigError(
-                f"{key}={own['source']}: its files changed since this run started ({path}); restore the old ones{pin}; "
+                f"{key}={own['source']}: its files changed since this run started ({path}); {remedy}; "
                 "or start a new run"
             )
     write_durably(path, json.dumps({**found, **held}, indent=2) + "\n")

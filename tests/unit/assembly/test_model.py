@@ -66,3 +66,15 @@ def test_a_record_stays_what_the_run_began_with(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="frozen=.*its files changed since this run started"):
         recorded(resumed=True)
     assert recorded(resumed=False) == {"begins": 2, "frozen": 3}, "there was no checkpoint yet: all begins anew"
+
+
+def test_weights_of_another_version_of_the_package_are_refused_with_the_way_to_the_old_ones(tmp_path: Path) -> None:
+    spec = WeightsSpec(key="model.previewer.weights", source="package:tiny", part="previewer")
+    record_weights(tmp_path, [spec], initial=(), resumed=False)
+    record = json.loads((tmp_path / RECORD).read_text())
+    record[spec.key]["files"]["model.safetensors"]["sha256"] = "0" * 64
+    (tmp_path / RECORD).write_text(json.dumps(record))
+    with pytest.raises(
+        ConfigError, match=r"package:tiny: its files changed .*; go on with the library that .*environment.json"
+    ):
+        record_weights(tmp_path, [spec], initial=(), resumed=True)
