@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cascade_train.engine.algorithms.stochastic_rounding import StochasticRounding
 from cascade_train.errors import ConfigError
 from cascade_train.options import check_found, check_pattern, is_found
 
@@ -189,7 +190,6 @@ class OptimizerSpec:
     ) -> Optimizer:
         """Return the algorithm with stochastic rounding; a ConfigError where it does not treat weights one by one."""
         from cascade_train.distributed.parallelize import first_row
-        from cascade_train.engine.algorithms.stochastic_rounding import StochasticRounding
 
         if not self.rounds(whole):
             raise ConfigError(
