@@ -72,7 +72,9 @@ def test_adapters_on_it_train_and_merge(run: Path, tmp_path: Path) -> None:
     assert moved
     assert all(".attn" in name for name in moved)
     assert all(torch.equal(again[name], value) for name, value in merged.items())
-    assert launch(["export", f"from={lora}", "format=comfyui"]) == 2
+    kohya.unlink()
+    assert launch(["export", f"from={lora}", "format=[kohya,comfyui]"]) == 2
+    assert not kohya.exists(), "nothing is written where one format is refused"
 
 
 def test_a_cache_trains_and_paints_as_its_pictures_do(run: Path, tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def convert(
     """
     network = stored_network(source, model=model, key="from", allow_any_target=allow_any_target)
     is_lora = holds_lora(source)
-    names = LORA_FILES if is_lora else NETWORK_FILES
+    names = {name: LORA_FILES[name] for name in network.family.lora_formats} if is_lora else NETWORK_FILES
     for name in formats:
         if name not in names:
             kind = "adapters" if is_lora else "a network's weights"

@@ -83,9 +83,6 @@ def export_lora(
     differently.
     """
     family: Family = network.family
-    if format not in family.lora_formats:
-        known = ", ".join(family.lora_formats)
-        raise ConfigError(f"format={format}: adapters of {family.tag} have no such format; choose one of {known}")
     if format == "peft":
         return save_lora(lora, family, network.config, out, metadata)
     modules, keyed = module_shapes(network), format in ("comfyui", "kohya")
