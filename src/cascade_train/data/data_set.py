@@ -83,9 +83,11 @@ class DataSet:
         for part in self._parts:
             for height, width in part.source.bucket_table(part.index).sizes_K2.tolist():
                 if height % multiple or width % multiple:
+                    squares = part.source.aspect_ratios is None
+                    remedy = "image_size" if squares else f"data.buckets.multiple_px={multiple}, or image_size"
                     raise ConfigError(
-                        f"data.buckets.multiple_px={part.source.buckets.multiple_px} makes pictures of {height} x"
-                        f" {width} pixels, but the model needs sides that are multiples of {multiple}: set it to that"
+                        f"data makes pictures of {height} x {width} pixels, but the model needs sides that are"
+                        f" multiples of {multiple}: choose {remedy}"
                     )
 
     def check_batch(self, global_batch_size: int) -> None:

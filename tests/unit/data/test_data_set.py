@@ -60,8 +60,11 @@ def test_nothing_held_out_shows_training_samples_and_refuses_to_measure() -> Non
 def test_sizes_that_the_model_cannot_take_are_refused() -> None:
     data = open_data_set(shapes(image_size=96, aspect_ratios=["1/1", "1/2"]), share=None, held_out=None)
     data.check_sides(32)
-    with pytest.raises(ConfigError, match="multiple_px=32 makes pictures of 96 x 96 pixels, but the model needs"):
+    with pytest.raises(ConfigError, match="pictures of 96 x 96 pixels, but .* multiples of 64: choose data.buckets"):
         data.check_sides(64)
+    squares = open_data_set(shapes(image_size=80), share=None, held_out=None)
+    with pytest.raises(ConfigError, match="pictures of 80 x 80 pixels, but .* multiples of 32: choose image_size$"):
+        squares.check_sides(32)
 
 
 def mixed(folder: Path) -> Path:
