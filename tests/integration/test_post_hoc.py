@@ -1,5 +1,6 @@
 """Averages of any length from a run's checkpoints, by the command, of a network and of a LoRA."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from cascade_train.commands.export import ExportArgs, export
 from cascade_train.engine.checkpoint.folder import read_manifest
 from cascade_train.engine.checkpoint.loading import load_entry, read_table
 from cascade_train.errors import ConfigError
+from cascade_train.files.run_folder import exported_step
 from tests.integration.runs import NARROW, exported_weights, train
 
 KEEPING = (
@@ -52,6 +54,13 @@ def test_a_length_in_between_is_exported_and_paints(finetuned, tmp_path, capsys)
     paint = ["generate", f"from={tmp_path / 'export'}", "steps=1", 'prompts=["a red circle"]', f"out={tmp_path / 'b'}"]
     assert launch(paint) == 0, capsys.readouterr().err
     assert (tmp_path / "b" / "00_00.png").is_file()
+
+
+def test_the_own_export_of_a_run_says_what_it_is_of(finetuned, tmp_path):
+    run = Path(shutil.copytree(finetuned, tmp_path / "run"))
+    for options, expected in (({"average": 0.07}, None), ({"step": 4}, 4), ({"step": 6}, 6)):
+        assert export(ExportArgs(source=str(run), **options)) == 0
+        assert exported_step(run) == expected
 
 
 def test_an_average_of_a_lora_is_exported_in_its_formats(finetuned, tmp_path):

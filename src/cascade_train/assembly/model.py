@@ -167,8 +167,7 @@ def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
     ema = post_hoc = None
     device = None if cfg.ema.device is None else torch.device(cfg.ema.device.value)
     if cfg.ema.post_hoc is not None and phase.averaged:
-        lengths = list(cfg.ema.post_hoc)
-        post_hoc = PowerFunctionAverages(parameters, lengths=lengths, every_steps=cfg.ema.every_steps, device=device)
+        post_hoc = PowerFunctionAverages(parameters, lengths=list(cfg.ema.post_hoc), device=device)
     if cfg.ema.decay is not None and phase.averaged:
         options = {key: cfg.ema[key] for key in ("decay", "start_step", "every_steps")}
         ema = Ema(parameters, **options, device=device)

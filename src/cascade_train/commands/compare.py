@@ -46,8 +46,9 @@ class CompareArgs:
 def compare(args: CompareArgs) -> int:
     """Print each part; return 1 where numbers, data or checkpoints differ, else 0."""
     one, other = (run_named(key, name) for key, name in (("from", args.source), ("other", args.other)))
-    settings = find_differences(*(load_mapping(folder / CONFIG_NAME) for folder in (one, other)))
-    settings = [each for each in settings if each.key not in OWN]
+    configs = [load_mapping(folder / CONFIG_NAME) for folder in (one, other)]
+    back = {each.key for each in find_differences(*reversed(configs))}  # keys that are newer than one are no difference
+    settings = [each for each in find_differences(*configs) if each.key in back and each.key not in OWN]
     _show("Settings", describe(settings))
     starts = (flatten(read_mapping(folder / "environment.json")) for folder in (one, other))
     _show("Versions and devices", describe([each for each in find_differences(*starts) if each.key not in PASSING]))
@@ -72,10 +73,11 @@ def differing_step(one: Path, other: Path) -> tuple[int | None, tuple[str, str]]
     """Return the first step of both whose metrics differ, None where there is none; and what is shown of it."""
     rows = [_metrics(folder) for folder in (one, other)]
     both = sorted(rows[0].keys() & rows[1].keys())
-    for step in both:
-        if found := find_differences(*(each[step] for each in rows)):
-            lines = [f"  {each.key}: {each.old} and {each.new}{_relative(each.old, each.new)}" for each in found]
-            return step, ("\n".join([f"  first at step {step}, of {len(both)} that both have", *lines]), "")
+    step = next((each for each in both if rows[0][each] != rows[1][each]), None)
+    if step is not None:
+        found = find_differences(*(each[step] for each in rows))
+        lines = [f"  {each.key}: {each.old} and {each.new}{_relative(each.old, each.new)}" for each in found]
+        return step, ("\n".join([f"  first at step {step}, of {len(both)} that both have", *lines]), "")
     length = ", ".join(f"{max(each, default=0)} of {folder}" for each, folder in zip(rows, (one, other), strict=True))
     return None, ("", f"equal in the {len(both)} steps that both have (the last is {length})")
 

@@ -50,8 +50,8 @@ def preflight(
     Values that the model supplies are set: `train.precision` where it is auto, `sample.guidance_scale` where it is
     null. A `train.micro_batch_size` of auto stays, until the device decides it.
     The `components` of these keys are imported, where `run.allowed_packages` has their packages, and constructed for
-    what they refuse. `checks_data`: of one process, files of the data too, once the data is checked, and
-    before what needs torch; several ranks check them together later, so that all of them end with the same code.
+    what they refuse. `checks_data`: with one process, also check that the data's files exist, before torch is
+    imported. Several ranks check them later, together, so that all exit with the same code.
 
     `cfg` is as composed by Hydra, and is not changed. Without `ranks`, the processes are those of torchrun, else 1.
 
@@ -214,8 +214,8 @@ def _check_data_fits(root: Root) -> None:
         )
     if root.validate.urls is not None and "urls" not in root.data:
         raise ConfigError(
-            f"validate.urls={','.join(root.validate.urls)} needs data that reads files, and {root.data['_target_']} "
-            "reads none. Use data=webdataset, or hold out a share by validate.share."
+            f"validate.urls={','.join(root.validate.urls)} are tars, and {root.data['_target_']} has no data.urls. Use "
+            "data=webdataset, or hold out a share by validate.share."
         )
     listed, own_list = root.data.get("quarantine"), Path(root.run.dir).absolute()
     if isinstance(listed, str) and own_list in (Path(listed).absolute(), *Path(listed).absolute().parents):
@@ -280,7 +280,7 @@ def _check_schedule_free(root: Root, keys: Collection[str]) -> None:
 
 
 def _check_post_hoc(root: Root) -> None:
-    """Check that checkpoints of all of the training stay, of which averages are built afterwards."""
+    """Check that checkpoints from the whole run are kept, which post-hoc averages are built from."""
     kept = root.checkpoint
     if root.ema.post_hoc is not None and kept.keep_last is not None and kept.keep_every_steps is None:
         raise ConfigError(

@@ -62,8 +62,24 @@ class JoinedSource(Source):
         tables = [self._table_of(part) for part in self.joined().values()]
         self.has_sizes = any(table.identity != self._bucket_table.identity for table in tables)
         if self.has_sizes:
+            self._check_sizes()
             sizes = dict.fromkeys(tuple(size) for table in tables for size in table.sizes_K2.tolist())
             self._bucket_table = exact_table(np.array([*sizes], dtype=np.int64))
+
+    def _check_sizes(self) -> None:
+        """Check that what looks at sizes can tell those of one source from those of another."""
+        if self.buckets.random_share > 0.0:
+            raise ValueError(
+                f"data.buckets.random_share={self.buckets.random_share:g} would train pictures at the sizes of other "
+                "sources: set it to 0, or give all sources one image_size"
+            )
+        for key, part in self.joined().items():
+            by_size = self._size_filters or self.buckets.max_upscale is not None
+            if by_size and isinstance(part, JoinedSource) and part.has_sizes:
+                raise ValueError(
+                    f"data.{key} knows its pictures by the sizes they train at: set size_filters and "
+                    "buckets.max_upscale there, not around it"
+                )
 
     def _table_of(self, part: Source) -> BucketTable:
         if isinstance(part, JoinedSource) and part.has_sizes:

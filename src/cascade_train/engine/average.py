@@ -23,7 +23,7 @@ class RunningAverages(ABC):
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], *, count: int, every_steps: int, device: torch.device | None
+        self, parameters: Mapping[str, nn.Parameter], *, count: int, device: torch.device | None, every_steps: int = 1
     ) -> None:
         self.every_steps = every_steps
         self._parameters = dict(parameters)
@@ -47,13 +47,13 @@ class RunningAverages(ABC):
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update after optimizer step `step`; what is on the host without waiting, by a stream and a thread."""
+        """Update after optimizer step `step`. A stream and a thread update averages on the host, without waiting."""
         if step % self.every_steps:
             return
         shares = self.shares(step)
         weights = {name: local(p) for name, p in self._parameters.items()}
         if self._beside is None:
-            self._blend(weights, shares, None)
+            self._blend(weights, shares)
             return
         self.settle()
         if self._stream is not None:
@@ -61,12 +61,12 @@ class RunningAverages(ABC):
         with torch.cuda.stream(self._stream):
             copies = self._copies.take(weights, wait=False)
             self._copied = None if self._stream is None else self._stream.record_event()
-        self._blended = self._beside.begin(partial(self._blend, copies, shares, self._copied))
+        self._blended = self._beside.begin(partial(self._blend, copies, shares))
 
     @torch.no_grad()
-    def _blend(self, weights: Mapping[str, Tensor], shares: Sequence[float], copied: torch.cuda.Event | None) -> None:
-        if copied is not None:
-            copied.synchronize()
+    def _blend(self, weights: Mapping[str, Tensor], shares: Sequence[float]) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
         wide = [weights[name].to(torch.float32) for name in self._parameters]
         for average, share in zip(self._averages, shares, strict=True):
             torch._foreach_lerp_(list(average.values()), wide, share)
@@ -162,26 +162,21 @@ class Ema(RunningAverages):
 
 
 class PowerFunctionAverages(RunningAverages):
-    """Running averages of several lengths by power functions of the step, which checkpoints keep (power_function.py).
+    """Running averages of several lengths with power-function profiles, which checkpoints keep (power_function.py).
 
     They forget where training began: the first update takes the weights whole.
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        *,
-        lengths: Sequence[float],
-        every_steps: int,
-        device: torch.device | None,
+        self, parameters: Mapping[str, nn.Parameter], *, lengths: Sequence[float], device: torch.device | None
     ) -> None:
-        super().__init__(parameters, count=len(lengths), every_steps=every_steps, device=device)
+        super().__init__(parameters, count=len(lengths), device=device)
         self.lengths = tuple(lengths)
         self._exponents = [exponent_of(length) for length in lengths]
 
     def shares(self, step: int) -> Sequence[float]:
         """Return the share of the weights after optimizer step `step` in the average of each length."""
-        return [1.0 - decay_at(exponent, step, self.every_steps) for exponent in self._exponents]
+        return [1.0 - decay_at(exponent, step) for exponent in self._exponents]
 
     @torch.no_grad()
     def add_to(self, total: dict[str, Tensor], coefficients: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""Averages that weigh the step t of a training by a power of it, t^exponent: how to keep them, and others from them.
+"""Power-function EMA: step t of a training has weight t^exponent. How averages are kept, and others built from them.
 
 The length of such an average is the standard deviation of its weights over the steps taken, sigma_rel (Karras et al.
 2024, "Analyzing and Improving the Training Dynamics of Diffusion Models", section 3 and appendix C).
@@ -18,13 +18,13 @@ def exponent_of(length: float) -> float:
     return float(np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse]).real.max())
 
 
-def decay_at(exponent: float, step: int, every_steps: int) -> float:
-    """Return the weight of the old average in the update after a step, `every_steps` after the last (equation 127)."""
-    return float((1.0 - min(every_steps / step, 1.0)) ** (exponent + 1.0))
+def decay_at(exponent: float, step: int) -> float:
+    """Return the weight of the old average in the update after a step (equation 127)."""
+    return float((1.0 - 1.0 / step) ** (exponent + 1.0))
 
 
 def solve(kept: Sequence[tuple[int, float]], step: int, length: float) -> tuple[list[float], float]:
-    """Return the coefficients of kept averages, given by step and length, whose sum is nearest to another; the error.
+    """Return coefficients for kept averages, given by step and length, whose sum is nearest to another, and the error.
 
     The error is the L2 norm of the difference of the two profiles, relative to the one asked for (algorithm 3).
     """

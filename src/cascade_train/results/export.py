@@ -6,6 +6,7 @@ here: how a format is written (models/formats/).
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -28,7 +29,9 @@ from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.phase import BoundPhase, restore_training_state
 from cascade_train.engine.power_function import solve
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.files.durable import write_durably
 from cascade_train.files.hub import push_folder
+from cascade_train.files.run_folder import EXPORT, EXPORTED
 from cascade_train.models.formats.export import DTYPES, build_plain_network, save_network
 from cascade_train.models.formats.export_lora import export_lora, merge_all
 from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
@@ -42,7 +45,7 @@ from cascade_train.tasks.base import Task
 log = logging.getLogger(__name__)
 
 MOST_ERROR = 0.1
-"""Largest difference of the profile of an average from what was asked for, relative to it, in the L2 norm."""
+"""Largest relative error (L2 norm) of the profile of a built average."""
 
 
 def export_run(run: Path, out: Path, *, step: int | None, average: float | None, allow_any_target: bool) -> None:
@@ -58,7 +61,8 @@ def export_checkpoint(
 ) -> Path:
     """Load a checkpoint of a run, write the run's export from it, and return the checkpoint. Collective.
 
-    `average` is the length of an average of the weights up to there that is exported, None = that of `ema`.
+    `average` is the length of an average of the weights up to there that is exported; None = the average of `ema`, else
+    the weights. An export in the run's own folder says of which step it is, one of another average nothing.
 
     Raises:
         ConfigError: no such checkpoint, one of another model, or no such average in those that are there.
@@ -84,20 +88,31 @@ def export_checkpoint(
     if average is None:
         restore_training_state(store, path, phases, parts.task, optimizer=False)
     else:
-        restore_average(cfg, store, phases, parts.task, step=at, length=average)
+        restore_average(list(cfg.ema.post_hoc), store, phases, parts.task, step=at, length=average)
+    note = checkpoints.parent / EXPORT / EXPORTED if out.resolve() == (checkpoints.parent / EXPORT).resolve() else None
+    if note is not None:
+        from_rank_zero(lambda: note.unlink(missing_ok=True))  # what lies there is of another step from now on
     write_exports(cfg, parts.task, phases, out, run=checkpoints.parent, step=at)
+    if note is not None and average is None:
+        from_rank_zero(lambda: write_durably(note, json.dumps({"step": at}) + "\n"))
     return path
 
 
 def restore_average(
-    cfg: DictConfig, store: CheckpointStore, phases: Sequence[BoundPhase], task: Task, *, step: int, length: float
+    lengths: Sequence[float],
+    store: CheckpointStore,
+    phases: Sequence[BoundPhase],
+    task: Task,
+    *,
+    step: int,
+    length: float,
 ) -> None:
     """Load the checkpoint of a step with an average of a length in the place of its weights. Collective.
 
-    It is a sum of averages that checkpoints up to there keep (Karras et al. 2024, section 3.2).
+    It is a sum of the averages of `lengths` in checkpoints up to there (Karras et al. 2024, section 3.2).
     """
-    lengths = list(cfg.ema.post_hoc)
-    paths = {at: store.directory / f"step_{at}" for at in store.steps() if at <= step}
+    found = [step] if length in lengths else [at for at in store.steps() if at <= step]
+    paths = {at: store.directory / f"step_{at}" for at in found}
     steps = from_rank_zero(lambda: [at for at, path in paths.items() if find_fault(path) is None])
     coefficients, error = solve([(at, each) for at in steps for each in lengths], step, length)
     if error > MOST_ERROR:

@@ -166,7 +166,7 @@ def loaded(model: TrainedModel, world: World) -> Iterator[Parts]:
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     parts = load_parts(model, world)
-    with evaluating([] if "network" in parts.stage.left_out else [parts.stage.network]), torch.no_grad():
+    with evaluating([] if "network" in parts.stage.left_out else [parts.stage.network]):
         yield parts
 
 

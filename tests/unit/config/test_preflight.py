@@ -147,7 +147,7 @@ def test_held_out_files_need_data_that_reads_files(tiny: DictConfig):
     preflight(tiny, ranks=1)
     with open_dict(tiny):
         tiny.data = composed("model=c_tiny", "task=lora").data
-    with pytest.raises(ConfigError, match="validate.urls=b.tar needs data that reads files, and .*Shapes reads none"):
+    with pytest.raises(ConfigError, match="validate.urls=b.tar are tars, and .*Shapes has no data.urls"):
         preflight(tiny, ranks=1)
 
 

@@ -140,6 +140,15 @@ def test_a_mixture_of_sizes_is_a_part_of_another(tmp_path: Path) -> None:
     outer = mixture_of({"inner": inner, "more": shapes(samples=3, image_size=48)})
     assert Counter(outer.open().table["width"].tolist()) == {32: 4, 64: 4, 48: 3}
     assert outer.bucket_table(outer.open()).sizes_K2.tolist() == [[32, 32], [64, 64], [48, 48]]
+    for options in ({"buckets": Buckets(max_upscale=1.0)}, {"size_filters": {"width": ">= 40"}}):
+        with pytest.raises(ValueError, match="inner knows its pictures by the sizes they train at: set size_filters"):
+            mixture_of({"inner": inner, "more": shapes(samples=3, image_size=48)}, **options)
+
+
+def test_a_random_shape_is_refused_where_it_could_be_one_of_another_source() -> None:
+    sources = {f"s{size}": shapes(samples=4, image_size=size) for size in (32, 64)}
+    with pytest.raises(ValueError, match="random_share=0.05 would train pictures at the sizes of other sources"):
+        mixture_of(sources, buckets=Buckets(random_share=0.05))
 
 
 @pytest.mark.parametrize(

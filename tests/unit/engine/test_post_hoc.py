@@ -1,7 +1,6 @@
 """Averages by power functions in a training: what they are, what checkpoints keep of them, what is built from those."""
 
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,10 +23,10 @@ from tests.unit.engine.toy import ToyTask
 LENGTHS = (0.05, 0.1)
 
 
-def build(world, directory, lengths=LENGTHS, every=1, device=None, **options):
+def build(world, directory, lengths=LENGTHS, device=None, **options):
     trainer = build_trainer(world, directory, **options)
     (phase,) = trainer.phases
-    phase.post_hoc = PowerFunctionAverages(phase.parameters, lengths=lengths, every_steps=every, device=device)
+    phase.post_hoc = PowerFunctionAverages(phase.parameters, lengths=lengths, device=device)
     return trainer
 
 
@@ -39,19 +38,17 @@ def average(trainer, length):
     return flat(trainer.phases[0].post_hoc.state_dict()[str(length)])
 
 
-def restore(trainer, step, length, lengths=LENGTHS, every=1):
-    cfg = SimpleNamespace(ema=SimpleNamespace(post_hoc=lengths, every_steps=every))
-    restore_average(cfg, trainer.store, trainer.phases, trainer.task, step=step, length=length)
+def restore(trainer, step, length, lengths=LENGTHS):
+    restore_average(list(lengths), trainer.store, trainer.phases, trainer.task, step=step, length=length)
     return weights(trainer)
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_averages_are_sums_of_all_weights_that_there_were(world, tmp_path, every):
-    trainer = build(world, tmp_path, every=every, max_steps=30)
+def test_averages_are_sums_of_all_weights_that_there_were(world, tmp_path):
+    trainer = build(world, tmp_path, max_steps=30)
     feed, history = iter(trainer.feed), []
-    for step in range(1, 31):
+    for _ in range(30):
         trainer.train_step(next(feed))
-        history += [weights(trainer).double()] if step % every == 0 else []
+        history.append(weights(trainer).double())
     for length in LENGTHS:
         times = np.arange(len(history) + 1) / len(history)
         shares = torch.from_numpy(np.diff(times ** (exponent_of(length) + 1)))
@@ -114,14 +111,6 @@ def test_a_length_far_from_those_kept_is_refused(trained):
     )
     with pytest.raises(ConfigError, match=rule):
         restore(trained, 400, 0.28)
-
-
-def test_checkpoints_between_two_updates_count_as_one(world, tmp_path):
-    trainer = build(world, tmp_path, every=4, max_steps=10, checkpoint=1)
-    trainer.run()
-    assert torch.equal(restore(trainer, 10, 0.05, every=4), restore(trainer, 8, 0.05, every=4))
-    assert restore(trainer, 10, 0.07, every=4).isfinite().all()
-    assert restore(trainer, 3, 0.07, every=4).isfinite().all(), "before the first"
 
 
 def test_a_damaged_checkpoint_is_left_out(trained, world, tmp_path):

@@ -322,11 +322,11 @@ def claim(out: Path, settings: Mapping[str, Any], *, run: Path | None = None) ->
     path, owner = out / SETTINGS, None if run is None else str(run.resolve())
     if path.is_file():
         there = load_mapping(path)
-        is_own = there.pop("run", None) == owner is not None
+        former = there.pop("run", None)
         changed = sorted(key for key in {*there, *settings} if there.get(key) != settings.get(key))
         if not changed:
             return
-        if not (is_own and changed == ["from"]):
+        if owner is None or former != owner or changed != ["from"]:
             raise ConfigError(
                 f"out={out}: holds pictures of another evaluation, which differs in {', '.join(changed)}. Choose "
                 "another out=, or remove the folder."

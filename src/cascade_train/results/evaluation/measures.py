@@ -168,6 +168,6 @@ class Pictures:
         ranks = range(self.world.ranks)
         shares = [self.batches[rank :: self.world.ranks] for rank in ranks]
         gathered = from_every_rank(lambda: [of(batch) for batch in shares[self.world.rank]])
-        rows = [row for made in gathered for part in made for row in part]
-        numbers = [number for share in shares for batch in share for number in batch]
-        return torch.stack([rows[place] for place in sorted(range(len(numbers)), key=numbers.__getitem__)])
+        rows = torch.cat([part for made in gathered for part in made])
+        numbers = torch.tensor([number for share in shares for batch in share for number in batch])
+        return rows[numbers.argsort()]

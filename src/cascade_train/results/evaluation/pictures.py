@@ -115,20 +115,20 @@ class Originals:
         return [source.captions_of(row)(source.read(row), torch.Generator().manual_seed(0)) for row in rows]
 
 
-def open_originals(cfg: DictConfig, real: Sequence[str], *, key: str = "real") -> Originals:
+def open_originals(cfg: DictConfig, real: Sequence[str]) -> Originals:
     """Open the pictures that a user names, or else those that a run held out."""
     if not real:
-        return Originals("the run's held-out pictures", _held_out(cfg, key))
+        return Originals("the run's held-out pictures", _held_out(cfg))
     try:
         source = _source(list(real), image_size=cfg.model.image_size)
         source.check()
         rows = open_data_set(source, share=None, held_out=None).training
     except ConfigError as error:
-        raise ConfigError(f"{key}={','.join(real)}: {error}") from error
+        raise ConfigError(f"real={','.join(real)}: {error}") from error
     return Originals(", ".join(real), rows)
 
 
-def _held_out(cfg: DictConfig, key: str) -> Rows:
+def _held_out(cfg: DictConfig) -> Rows:
     options = {**AS_THEY_ARE, "image_size": cfg.model.image_size}
     source: Source = build_component(cfg, "data", **options)
     given = cfg.validate.urls
@@ -136,7 +136,7 @@ def _held_out(cfg: DictConfig, key: str) -> Rows:
     rows = open_data_set(source, share=cfg.validate.share, held_out=held_out).held_out
     if rows is None or source.is_cache or not rows.index.rows_are_samples:
         reason = "held out no pictures (validate.share)" if rows is None else "has no pictures that can be numbered"
-        raise ConfigError(f"{key}=null: {reason}. Name a folder, a table or tars of pictures: {key}=photos.")
+        raise ConfigError(f"real=null: {reason}. Name a folder, a table or tars of pictures: real=photos.")
     return rows
 
 

@@ -16,7 +16,7 @@ from cascade_train.config.saved import CONFIG_NAME
 from cascade_train.config.schema import ParallelMode
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.distributed.process_group import World, process_group
-from cascade_train.engine.checkpoint.folder import CheckpointFolder, Manifest, whole_manifest
+from cascade_train.engine.checkpoint.folder import CheckpointFolder, Manifest, read_manifest, whole_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.run.lock import LOCK_NAME
 from cascade_train.errors import ConfigError
@@ -59,7 +59,7 @@ class Watched:
         """
         folder, checkpoints = self.out / f"step_{step}", self.run / "checkpoints"
         weights = folder / "weights"
-        stamp = from_rank_zero(lambda: checkpoint_stamp(find_checkpoint(CheckpointStore(checkpoints), step)))
+        stamp = from_rank_zero(lambda: read_manifest(find_checkpoint(CheckpointStore(checkpoints), step)).stamp)
 
         def prepare() -> None:
             from_rank_zero(lambda: shutil.rmtree(weights, ignore_errors=True))  # of a killed evaluation
