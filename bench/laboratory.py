@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -49,6 +50,8 @@ CHOOSING_SEED = 1000
 QUIET = ("sample.every_steps=null", "checkpoint.every_steps=null", "log.every_steps=1000", "tracker=none")
 ASKED_NEW, ASKED_KNOWN, REAL = 60, 90, 400
 """Captions with the new placement and with the others, and real pictures for FID."""
+
+SAMPLING_STEPS = 10
 
 HIGHER = {"learned": True, "kept": True, "shape": True, "validation loss": False, "FID": False}
 """Measure -> whether more is better."""
@@ -99,7 +102,8 @@ def measured(row: Row | None, seed: int, steps: int, rate: float | None, real: P
         run = train(*overrides(row, seed, steps, rate), *held_out, f"run.dir={folder}/run")
         prompts = [scene.sentence() for scene in asked()]
         out = Path(folder) / "judged"
-        verdict = evaluate(run, prompts, real=str(real), seed=0, batch_size=75, out=str(out), track=False)
+        painting = {"seed": 0, "steps": SAMPLING_STEPS, "batch_size": 75}
+        verdict = evaluate(run, prompts, real=str(real), **painting, out=str(out), track=False)
         painted = [np.asarray(Image.open(file).convert("RGB")) / 255 for file in sorted((out / "pictures").iterdir())]
     new, known = (
         accuracies(painted[part], asked()[part]) for part in (slice(ASKED_NEW), slice(ASKED_NEW, len(painted)))
@@ -273,6 +277,27 @@ def line(book: Notebook, name: str, of_base: Mapping[str, np.ndarray]) -> str:
     return f"| {name}, {chosen}{'' if rate is None else f', lr {rate:g}'} | " + " | ".join(cells) + " |"
 
 
+def draw(book: Notebook) -> Figure:
+    """Return a panel for each group: how much more of the new placement is learned, and of the others kept."""
+    of_base = values(book, BASE, STEPS, SEEDS)
+    groups = {name: [*rows] for name, rows in itertools.groupby(ROWS, key=lambda name: ROWS[name].group)}
+    heights = [1 + len(rows) for rows in groups.values()]
+    figure = Figure(figsize=(7.2, 0.24 * sum(heights) + 1), layout="constrained", facecolor="white")
+    panels = figure.subplots(len(groups), sharex=True, height_ratios=heights)
+    for panel, (group, rows) in zip(panels, groups.items(), strict=True):
+        panel.axvline(0, color="0.6", linewidth=0.8)
+        panel.set(title=group, yticks=range(len(rows)), yticklabels=rows, ylim=(len(rows) - 0.4, -0.6))
+        for measure, colour, shift in (("learned", "tab:blue", -0.12), ("kept", "tab:orange", 0.12)):
+            for line, name in enumerate(rows):
+                found = values(book, name, STEPS, SEEDS)
+                if found is None or of_base is None:
+                    continue
+                mean, low, high = (100 * each for each in interval(found[measure] - of_base[measure]))
+                panel.errorbar(mean, line + shift, xerr=[[mean - low], [high - mean]], fmt="o", ms=4, color=colour)
+    panels[-1].set_xlabel("points of accuracy beyond the baseline: learned (blue), kept (orange)")
+    return figure
+
+
 def page(book: Notebook) -> list[str]:
     """Return the lines of the page."""
     both = values(book, BASE, STEPS, range(2 * len(SEEDS)))
@@ -300,11 +325,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--book", type=Path, default=Path(__file__).parent / "results" / "laboratory.jsonl")
     parser.add_argument("--rows", nargs="*", default=[BASE, *ROWS], choices=[BASE, *ROWS], metavar="METHOD")
     parser.add_argument("--worker", default="0/1", help="K/N: measure each Nth method from the Kth on")
-    parser.add_argument("--page", type=Path, help="write the page of what is measured, and measure nothing")
+    parser.add_argument("--page", type=Path, help="write the page of what is measured and its picture, nothing else")
     args = parser.parse_args(argv)
     book = Notebook(args.book)
     if args.page is not None:
         args.page.write_text("\n".join(page(book)) + "\n")
+        draw(book).savefig(args.page.with_suffix(".png"), dpi=100)
         return 0
     torch.set_num_threads(1)
     number, count = map(int, args.worker.split("/"))

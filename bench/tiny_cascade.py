@@ -36,7 +36,7 @@ from cascade_train.models.cascade.convolutional import ConvolutionalCompressor
 from cascade_train.models.image_quality import ReconstructionQuality
 from cascade_train.results.find import find_model
 
-TARGETS = {"colour": 0.9, "background": 0.9, "shape": 0.8, "position": 0.8}
+TARGETS = dict.fromkeys(ATTRIBUTES, 0.95)
 """Least accuracy of pictures from captions."""
 
 TARGET_DB = 3.0
@@ -46,7 +46,7 @@ DRAWN_BY = ("samples", "seed", "only")
 HELD_OUT_SEED = 1_000_003
 """Of the pictures among which unseen scenes are looked for."""
 
-LOOKED_AT = 20_000
+LOOKED_AT = 100_000
 """How many scenes are drawn to find unseen ones."""
 
 SHOWN = 12

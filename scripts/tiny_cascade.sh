@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A whole tiny cascade from nothing on two CPU cores, offline, in an hour and a half: Stage A; the semantic compressor
-# and its previewer; then Stage B, from latents that are made before, and Stage C side by side, one core each. What it
-# paints is judged at the end (exit code 1 where a target is missed), and scripts/pack_tiny_weights.py puts it into the
-# package. The same command goes on where it was stopped; remove runs/tiny to start over. Further arguments are overrides
-# of all runs, so none of data, which differs:
+# A whole tiny cascade from nothing on two CPU cores, offline, in about four hours: Stage A, and its decoder once more;
+# the semantic compressor and its previewer; then Stage B, from latents that are made before, and Stage C side by side,
+# one core each. What it paints is judged at the end (exit code 1 where a target is missed), and
+# scripts/pack_tiny_weights.py puts it into the package. The same command goes on where it was stopped; remove
+# runs/tiny to start over. Further arguments are overrides of all runs, so none of data, which differs:
 # scripts/tiny_cascade.sh train.max_steps=2
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,7 +24,8 @@ one() {
   .venv/bin/python -m cascade_train "$@" &
 }
 
-both experiment=tiny_a run.dir=$folder/a "$@"
+both experiment=tiny_a run.dir=$folder/codec "$@"
+both experiment=tiny_a_decoder run.dir=$folder/a model.weights=$folder/codec "$@"
 both experiment=tiny_compressor run.dir=$folder/compressor "$@"
 
 compressor=model.semantic_compressor.weights=$folder/compressor

@@ -13,6 +13,7 @@ from bench.laboratory import (
     against_itself,
     asked,
     cell,
+    draw,
     equal_seconds,
     interval,
     main,
@@ -117,6 +118,9 @@ def test_a_page_shows_what_was_measured_and_what_was_not(tmp_path):
     assert sum("not measured" in each for each in lines) == len(ROWS) - 1
     assert f"`{' '.join(BASELINE)}`" in "\n".join(lines)
     assert len(path.read_text().splitlines()) == 3 * len(SEEDS) + 1
+    panel = draw(Notebook(path)).axes[0]
+    assert [text.get_text() for text in panel.get_yticklabels()][0] == METHOD
+    assert [line.get_xdata().tolist() for line in panel.lines if len(line.get_xdata()) == 1] == [[25.0], [25.0]]
 
 
 def test_what_was_measured_is_not_done_again(tmp_path):
@@ -137,6 +141,7 @@ def test_the_command_writes_the_page(tmp_path, capsys):
     out = tmp_path / "page.md"
     assert main(["--book", str(tmp_path / "none.jsonl"), "--page", str(out)]) == 0
     assert "not measured yet" in out.read_text()
+    assert out.with_suffix(".png").is_file()
     with pytest.raises(SystemExit):
         main(["--rows", "nonsense"])
     assert "nonsense" in capsys.readouterr().err
