@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.metadata import TensorProperties
 
+from cascade_train.models.formats.weights_source import PACKAGED
 from tests.integration.runs import read_metrics
 
 HERE = Path(__file__).parent
@@ -23,6 +24,14 @@ STEP, STEPS = 2, 4
 reads_checkpoints = pytest.mark.skipif(
     "strides" not in TensorProperties.__dataclass_fields__, reason="a newer torch wrote their tables of contents"
 )
+
+
+def use_its_weights(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+    """Let `package:tiny` be what it was then, in a new folder, and return that."""
+    shutil.copytree(PACKAGED["package:tiny"], folder)
+    shutil.copytree(HERE / "tiny_weights", folder, dirs_exist_ok=True)
+    monkeypatch.setitem(PACKAGED, "package:tiny", folder)
+    return folder
 
 
 def unpack(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The demo's recipe, cut to half its steps, teaches its token, and leaves the rest as it was."""
+"""The demo's recipe teaches its token, and leaves the rest as it was."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEW, OTHERS = 10, 10
 def tables(tmp_path_factory: pytest.TempPathFactory) -> tuple[Table, Table]:
     """What the whole cascade paints before and after, judged."""
     folder = tmp_path_factory.mktemp("demo") / "run"
-    steps = ("train.max_steps=75", "train.global_batch_size=16", "checkpoint.every_steps=null")
+    steps = ("train.max_steps=150", "train.global_batch_size=16", "checkpoint.every_steps=null")
     run = train(folder, "experiment=tiny_token", *steps, "sample.every_steps=null")
     cfg = find_model(str(run), key="run", part=None).cfg
     truth, others = new_scenes(cfg, NEW), other_scenes(cfg, OTHERS)

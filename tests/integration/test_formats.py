@@ -89,6 +89,10 @@ def test_what_does_not_fit_is_refused(base: Path, lora: Path, tmp_path: Path) ->
         export(ExportArgs(source=str(base / "export" / "prior"), format="kohya"))
     with pytest.raises(ConfigError, match="no published size; name it by model=, one of b_3b, .*c_tiny"):
         export(ExportArgs(source=str(shutil.copy(single, tmp_path / "lora.safetensors")), format="kohya"))
+    with pytest.raises(ConfigError, match="step=2: is for a run with checkpoints; from=.*lora.safetensors is none"):
+        export(ExportArgs(source=str(single), format="single", step=2))
+    with pytest.raises(ConfigError, match="dtype=bf16: is for a network's weights; adapters are written in fp32"):
+        export(ExportArgs(source=str(single), format="single", dtype="bf16", model="c_tiny"))
     with pytest.raises(ConfigError, match="model=c_4b: no such option"):
         export(ExportArgs(source=str(single), format="kohya", model="c_4b"))
     with pytest.raises(ConfigError, match="dtype=fp16 must be bf16, fp32 or null"):

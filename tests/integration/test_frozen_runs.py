@@ -48,6 +48,7 @@ def frozen(unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> d
     """Return the commands that made the set; a copy of it is the current folder."""
     commands = frozen_set.copy_as_if_made_there(unpacked, tmp_path / "set")
     monkeypatch.chdir(tmp_path / "set")
+    frozen_set.use_its_weights(monkeypatch, tmp_path / "weights")
     return commands
 
 

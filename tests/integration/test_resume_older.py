@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from cascade_train.config.saved import load_saved_config
+from tests.frozen.frozen_set import use_its_weights
 from tests.integration.runs import TIMING, read_metrics, train
 
 SAVED = Path(__file__).parents[1] / "golden" / "saved" / "before_rooms"
@@ -28,8 +29,9 @@ COMMAND = (
 @pytest.mark.skipif(
     "strides" not in TensorProperties.__dataclass_fields__, reason="a newer torch wrote its table of contents"
 )
-def test_an_older_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
+def test_an_older_run_continues_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
+    use_its_weights(monkeypatch, tmp_path / "weights")
     shutil.copytree(SAVED, run)
     expected = [{k: v for k, v in row.items() if k not in TIMING} for row in map(json.loads, lines(SAVED))]
     assert [row["step"] for row in expected] == [1, 2, 3, 4]

@@ -60,6 +60,6 @@ def test_the_table_shows_percent_below_the_targets() -> None:
     assert list(table({"chain": found})) == [
         "| | colour | shape | size | position | background | all |",
         "|---|---|---|---|---|---|---|",
-        "| target | 90 | 80 |  | 80 | 90 |  |",
+        "| target | 95 | 95 | 95 | 95 | 95 |  |",
         "| chain | 50.0 | 81.2 | 50.0 | 50.0 | 50.0 | 50.0 |",
     ]

@@ -83,8 +83,9 @@ def export(args: ExportArgs) -> int:
     of_run = (source / CONFIG_NAME).is_file() and (source / "checkpoints").is_dir()
     if is_run(source) and (reason := no_checkpoint_yet(source)):
         raise ConfigError(f"from={source}: {reason}")
-    if args.average is not None and not of_run:
-        raise ConfigError(f"average={args.average}: from={source} is no run with checkpoints, of which one is built.")
+    for key in ("step", "average"):
+        if getattr(args, key) is not None and not of_run:
+            raise ConfigError(f"{key}={getattr(args, key)}: is for a run with checkpoints; from={source} is none.")
     if not (formats or of_run):
         raise ConfigError(f"from={source}: is no run with checkpoints; say what to write it as, e.g. format=original.")
     from cascade_train.results import export as exports  # heavy: torch and everything above it

@@ -245,8 +245,10 @@ def _checked(lr_factors: list[list[Any]] | dict[str, float]) -> dict[str, float]
         factors = dict(lr_factors)
     except (TypeError, ValueError) as error:
         raise ValueError(f"optimizer.lr_factors={lr_factors} must be pairs, as in [[attention, 0.5]].") from error
+    if len(factors) != len(lr_factors):
+        raise ValueError(f"optimizer.lr_factors={lr_factors} has an expression twice; leave one out.")
     for pattern, factor in factors.items():
-        if not 0 < factor < math.inf:
+        if not (isinstance(factor, int | float) and 0 < factor < math.inf):
             raise ValueError(f"optimizer.lr_factors: {pattern!r} has the factor {factor}, which must be above 0.")
         check_pattern("optimizer.lr_factors", pattern)
     return factors

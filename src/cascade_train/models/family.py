@@ -88,7 +88,10 @@ class Family(abc.ABC):
 
     def original_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a network's tensors under the original code's names; a ConfigError where there are none."""
-        raise ConfigError(f"format=original: networks of {self.tag} have no such format; choose format=diffusers")
+        raise ConfigError(
+            f"format=original: networks of {self.tag} have no such format; choose format=diffusers, and as out= of a"
+            " merge a folder"
+        )
 
     def size_of(self, shapes: Mapping[str, Shape]) -> str | None:
         """Return the option of `model=` whose network has these tensors, one of `sizes`; None = another size."""

@@ -106,14 +106,17 @@ def inject_lora(
     dtype; layers cast to fp32 for the adapter and back. First values are a function of (seed, module name) alone. With
     `dora` the magnitude of each output trains too, initialised as the base's; with `joint_qkv`, q, k and v of an
     attention share one A. `module_filters` and `key` are those of `select_modules`; `without` names excluded modules.
-    The first of `ranks`, (expression, rank) or (expression, rank, alpha), that is found in `<root>.<name>` or in the
+    The first of `ranks`, (expression, rank) or (expression, rank, alpha), that is found in `full_name` or in the
     original's name gives a module a rank, and where it has one an alpha, of its own.
     """
     chosen, outside = select_modules(network, module_filters, key=key), tuple(f"{name}." for name in without)
     targets = [name for name in chosen if not f"{name}.".startswith(outside)] if outside else chosen
+    if not targets:
+        raise ConfigError(f"{key}: selects only modules whose output is not used, {chosen[0]} for one; name others")
     own: dict[str, Strength] = {}
     for name in targets if ranks else ():
-        found = (each for each in ranks or () if is_found("task.ranks", each[0], f"{root}.{name}", original_name(name)))
+        names = full_name(root, name), original_name(name)
+        found = (each for each in ranks or () if is_found("task.ranks", each[0], *names))
         for _, columns, *scaled in itertools.islice(found, 1):
             own[name] = Strength(columns, scaled[0] if scaled else alpha)
     spec = LoraSpec(
@@ -312,6 +315,11 @@ def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def tower_name(name: str) -> str:
     """Return the name in files of a tensor of a text encoder, whatever its class in transformers."""
     return name if name.startswith(("text_model.", "text_projection.")) else f"text_model.{name}"
+
+
+def full_name(root: str, name: str) -> str:
+    """Return the name by which `task.ranks` finds a module of the network or of a text encoder."""
+    return f"{root}.{name if root == 'network' else tower_name(name)}"
 
 
 def adapted_modules(state: Mapping[str, Tensor]) -> list[str]:

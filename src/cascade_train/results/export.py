@@ -244,6 +244,8 @@ def convert(
             kind = "adapters" if is_lora else "a network's weights"
             raise ConfigError(f"format={name}: from={source} holds {kind}, whose formats are {', '.join(names)}.")
     if is_lora:
+        if dtype is not None:
+            raise ConfigError(f"dtype={dtype}: is for a network's weights; adapters are written in fp32. Leave it out.")
         modules = module_shapes(network)
         lora = read_lora(source, key="from", family=network.family, modules=modules, module_filters=module_filters)
         for name in formats:

@@ -23,6 +23,7 @@ from cascade_train.models.lora import (
     TrainedTokens,
     adapted_layers,
     adapter_state,
+    full_name,
     halves_are_shared,
     inject_lora,
     lora_spec,
@@ -152,9 +153,8 @@ class LoRA(TextToImage):
             if self.train_tokens is not None:
                 train_tokens(encoder, self.train_tokens)
         if self.ranks is not None:
-            names = [
-                f"{root}.{n}\n{original_name(n)}" for root, m in self._roots().items() for n, _ in adapted_layers(m)
-            ]
+            named = {root: [name for name, _ in adapted_layers(m)] for root, m in self._roots().items()}
+            names = [f"{full_name(root, n)}\n{original_name(n)}" for root, found in named.items() for n in found]
             check_found("task.ranks", [pattern for pattern, *_ in self.ranks], names, "modules that are adapted")
         if self.weights is not None:
             self._load(self.weights, key="task.weights")
@@ -256,7 +256,9 @@ class LoRA(TextToImage):
                 "that they were trained on"
             )
         if state:
-            fill_adapters(self._encoders[name].module, state, origin)
+            unused = tuple(f"{tower_name(each)}." for each in self._encoders[name].unreached())
+            used = {key: value for key, value in state.items() if not key.startswith(unused)}
+            fill_adapters(self._encoders[name].module, used, origin)
         if tokens is not None and name in self.stage.left_out:
             raise ConfigError(
                 f"{origin}: holds tokens of the text encoder, and the cache holds what that made of captions"

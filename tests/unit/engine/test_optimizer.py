@@ -398,6 +398,8 @@ def test_weights_have_a_factor_on_their_learning_rate_by_the_first_expression_fo
         ([["a"]], r"optimizer\.lr_factors=\[\['a'\]\] must be pairs, as in"),
         ({"a": 0.0}, r"optimizer\.lr_factors: 'a' has the factor 0\.0, which must be above 0"),
         ({"a": math.nan}, r"'a' has the factor nan"),
+        ([["a", "0.5"]], r"'a' has the factor 0\.5, which must be above 0"),
+        ([["a", 1.0], ["a", 3.0]], r"has an expression twice; leave one out"),
     ],
 )
 def test_factors_that_are_none_are_refused(factors, message):

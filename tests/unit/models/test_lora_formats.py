@@ -21,7 +21,7 @@ from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.formats.lora_file_original import original_places, write_original
 from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.export import build_plain_network, fixed_prediction
-from cascade_train.models.formats.export_lora import lora_error, merge_lora_into
+from cascade_train.models.formats.export_lora import export_lora, lora_error, merge_lora_into
 from cascade_train.models.formats.lora_files import (
     module_shapes,
     read_lora,
@@ -29,7 +29,7 @@ from cascade_train.models.formats.lora_files import (
     write_peft_folder,
     write_single_file,
 )
-from cascade_train.models.formats.lora_files_keyed import with_one_rank, write_keyed, write_token_files
+from cascade_train.models.formats.lora_files_keyed import token_files, with_one_rank, write_keyed, write_token_files
 from cascade_train.models.lora import (
     ADAPTER,
     StoredLora,
@@ -113,6 +113,25 @@ def comfyui_weights(network: CascadeUNet) -> list[str]:
 def test_a_trained_token_becomes_an_embedding_file(trained: CascadeUNet, tmp_path: Path) -> None:
     write_token_files(tmp_path / "embeddings", stored(trained, tokens=TOKENS))
     assert torch.equal(load_file(tmp_path / "embeddings" / "fernando.safetensors")["clip_g"], TOKENS.rows)
+
+
+def test_tokens_get_files_of_their_own() -> None:
+    assert token_files(["dog", "dog</w>", "[s*]", "[s+]", "***"]) == {
+        "dog</w>": "dog.safetensors",
+        "dog": "dog-2.safetensors",
+        "[s*]": "s.safetensors",
+        "[s+]": "s-2.safetensors",
+        "***": "token.safetensors",
+    }
+
+
+def test_embeddings_of_other_adapters_do_not_stay(trained: CascadeUNet, tmp_path: Path) -> None:
+    for tokens, left in ((TOKENS, ["fernando.safetensors"]), (replace(TOKENS, strings=("[b]",)), ["b.safetensors"])):
+        lora = stored(trained, tokens=tokens)
+        export_lora(lora, trained, tmp_path / "a.safetensors", format="comfyui", metadata={})
+        assert [path.name for path in (tmp_path / "a.embeddings").iterdir()] == left
+    export_lora(stored(trained), trained, tmp_path / "a.safetensors", format="comfyui", metadata={})
+    assert not (tmp_path / "a.embeddings").exists()
 
 
 def test_ranks_and_alphas_that_differ_stay_and_can_be_brought_together(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_weights_of_no_published_size_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("part", "model", "target", "samples"),
-    [("prior", "stage_c.StageC", "EpsilonTarget", 16000), ("decoder", "stage_b.StageB", "X0Target", 24000)],
+    [("prior", "stage_c.StageC", "EpsilonTarget", 16000), ("decoder", "stage_b.StageB", "X0Target", 64000)],
 )
 def test_the_packaged_weights_come_with_the_recipe_that_trained_them(
     part: str, model: str, target: str, samples: int

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from cascade_train.errors import ConfigError
 from cascade_train.models.formats.export_lora import export_lora
 from cascade_train.models.formats.lora_files import read_lora
-from cascade_train.models.lora import adapted_layers
+from cascade_train.models.lora import ADAPTER, adapted_layers, layer_parts, tower_name
 from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from cascade_train.models.tokens import trained_tokens
 from tests.unit.models.stages import build_stage, make_stage
@@ -107,6 +107,33 @@ def test_what_no_text_comes_of_is_left_as_it_is() -> None:
     frozen = [name for name, p in make("sdxl_tiny").stage.text_encoder.module.named_parameters() if not p.requires_grad]
     assert frozen
     assert all("layers.1." in name or "final_layer_norm" in name for name in frozen)
+
+
+def test_stored_adapters_of_unused_layers_are_left_out() -> None:
+    """sd-scripts adapts all layers."""
+    lora = make("sdxl_tiny", "lora", {}, text_encoder_filters=[".self_attn"])
+    layers = dict(adapted_layers(lora.stage.text_encoder.module))
+    (name, layer), *_ = layers.items()
+    state = {
+        f"{tower_name(n)}.{p}": torch.ones_like(v) for n, each in layers.items() for p, v in layer_parts(each).items()
+    }
+    unused = {key.replace("layers.0.", "layers.1."): value for key, value in state.items()}
+    lora._load_tower("text_encoder", state | unused, None, "from=x")
+    assert all(bool((value == 1).all()) for value in layer_parts(layers[name]).values())
+    with pytest.raises(ConfigError, match=r"set task\.module_filters, task\.text_encoder_filters and task\.dora as"):
+        lora._load_tower(
+            "text_encoder", {**state, "text_model.encoder.layers.0.mlp.fc1.a": torch.ones(1)}, None, "from=x"
+        )
+    with pytest.raises(ConfigError, match=r"task\.text_encoder_filters: selects only modules whose output is not"):
+        make("sdxl_tiny", "lora", {}, text_encoder_filters=[r"layers.1."])
+
+
+def test_both_towers_layers_have_one_name_in_ranks() -> None:
+    ranks = [["text_model.encoder.layers.0", 5]]
+    lora = make("sdxl_tiny", "lora", {}, text_encoder_filters=[".self_attn"], rank=2, ranks=ranks)
+    for name, encoder in lora.stage.text_encoders().items():
+        found = {layer.r[ADAPTER] for each, layer in adapted_layers(encoder.module) if "layers.0." in each}
+        assert found == {5}, name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -178,7 +178,9 @@ def own_objective(model: str) -> str:
     """Return the option of the group objective that a model brings."""
     file = conf_dir() / "model" / f"{model}.yaml"
     given = yaml.safe_load(file.read_text(encoding="utf-8")).get("defaults", []) if file.is_file() else []
-    return str(["gdf", *(each[OWN_OBJECTIVE] for each in given if OWN_OBJECTIVE in each)][-1])
+    own = [each[OWN_OBJECTIVE] for each in given if OWN_OBJECTIVE in each]
+    bases = [own_objective(each) for each in given if isinstance(each, str) and each != "_self_"]
+    return str(["gdf", *bases, *own][-1])
 
 
 def shown(value: Any) -> str:

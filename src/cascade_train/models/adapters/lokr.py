@@ -132,10 +132,10 @@ def _sizes(parts: Parts, module: Shape | None) -> tuple[int, int, int, int]:
 def _factor(sizes: Mapping[Any, tuple[int, int, int, int]], origin: str) -> int | None:
     """Return the `factor` that gives all W1 their sizes."""
     largest = max(max(a, c) for a, _, c, _ in sizes.values())
-    for factor in (None, largest):
+    widest = max(max(a * b, c * d) for a, b, c, d in sizes.values())
+    for factor in (None, *range(largest, max(largest, math.isqrt(widest)) + 1)):  # one that divides no width is larger
         if all((_split(a * b, factor)[0], _split(c * d, factor)[0]) == (a, c) for a, b, c, d in sizes.values()):
             return factor
     raise ConfigError(
-        f"{origin}: its LoKr adapters split the weights in no way that one task.factor gives, tried were null and "
-        f"{largest}; train them anew with one"
+        f"{origin}: its LoKr adapters split the weights in no way that one task.factor gives; train them anew with one"
     )

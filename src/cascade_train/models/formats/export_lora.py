@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -104,14 +105,13 @@ def export_lora(
         expected = replace(lora, tokens=None, tokens_2=None) if keyed else lora
         found = read_lora(str(place), key="export", family=family, modules=modules)
         error = lora_error(expected, found, out)
-    if keyed and lora.tokens is not None:
-        folder = out.with_name(f"{out.stem}.embeddings")
-        if family.lora_root is None:
-            write_token_files(folder, lora)
-        else:
-            with replaced_directory(folder) as place:
-                place.rmdir()
-                write_embeddings(place, lora)
+    folder = out.with_name(f"{out.stem}.embeddings")
+    if keyed and lora.tokens is None:
+        shutil.rmtree(folder, ignore_errors=True)  # of other adapters
+    elif keyed:
+        with replaced_directory(folder) as place:
+            place.rmdir()
+            (write_token_files if family.lora_root is None else write_embeddings)(place, lora)
     return error
 
 

@@ -18,7 +18,7 @@ from cascade_train.files.untrusted import parsing, stored_mapping
 from cascade_train.models.adapters.kind import Strength
 from cascade_train.models.adapters.kinds import KINDS, is_adapter, peft_alphas, peft_options
 from cascade_train.models.family import Family, Shape
-from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed, token_file, with_one_rank
+from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed, token_files, with_one_rank
 from cascade_train.models.formats.weights import check_fit, read_tensors, shapes_of, write_tensors
 from cascade_train.models.formats.weights_source import find_part
 from cascade_train.models.lora import (
@@ -44,6 +44,7 @@ TOKENS_FILE = "tokens.safetensors"
 TOKEN_ROWS = {"text_encoder": "token_rows", "text_encoder_2": "token_rows_2"}
 """Text encoder -> the tensor of its trained tokens, which the header describes with the same ending."""
 
+OTHERS = "its tensors are not those of the adapted modules"
 DIFFUSERS_HEADER = "lora_adapter_metadata"
 _PEFT_PREFIX = "base_model.model."
 _ALPHA, _RANK = "lora_alpha", "r"  # of every adapter of a peft folder, from its configuration
@@ -135,12 +136,13 @@ def write_embeddings(folder: Path, lora: StoredLora) -> None:
     new = [name for name, is_new in zip(first.strings, first.is_new, strict=True) if is_new]
     if new:
         folder.mkdir()
+    files = token_files(new)
     for token in new:
         if len(rows) == 1:
             tensors = {token: next(iter(rows.values()))[token]}
         else:
             tensors = {name: each[token] for name, each in zip(("clip_l", "clip_g"), rows.values(), strict=True)}
-        write_tensors(folder / f"{token_file(token)}.safetensors", tensors, {"token": token})
+        write_tensors(folder / files[token], tensors, {"token": token})
 
 
 _OF_TOKENS = {"tokens": "strings", "token_ids": "ids", "token_is_new": "is_new"}
@@ -352,7 +354,10 @@ def fill_adapters(network: nn.Module, state: Mapping[str, Tensor], origin: str) 
         for name, parameter in network.named_parameters(remove_duplicate=False)  # q, k and v may share one
         if is_adapter(name)
     }
-    _check_shapes(shapes_of({plain: p for plain, (_, p) in wanted.items()}), shapes_of(state), origin)
+    of_task = "set task.module_filters, task.text_encoder_filters and task.dora as they were trained, or its model="
+    check_fit(
+        shapes_of({plain: p for plain, (_, p) in wanted.items()}), shapes_of(state), origin, what=OTHERS, remedy=of_task
+    )
     for plain, (name, parameter) in wanted.items():
         if parameter.is_meta:  # a magnitude whose base has no values yet
             network.load_state_dict({name: state[plain].float().clone()}, strict=False, assign=True)
@@ -391,9 +396,5 @@ def _check_fit(lora: StoredLora, modules: Mapping[str, Shape], origin: str) -> N
     kind = KINDS[spec.kind]
     shapes = {name: kind.shapes(spec, spec.of(name).rank, modules[name]) for name in spec.targets}
     wanted = {f"{name}.{part}": shape for name, parts in shapes.items() for part, shape in parts.items()}
-    _check_shapes(wanted, shapes_of(lora.state), origin)
-
-
-def _check_shapes(wanted: Mapping[str, Shape], found: Mapping[str, Shape], origin: str) -> None:
-    what, remedy = "its tensors are not those of the adapted modules", "choose the model= the adapter was trained on"
-    check_fit(wanted, found, origin, what=what, remedy=remedy)
+    remedy = "choose the model= the adapter was trained on"
+    check_fit(wanted, shapes_of(lora.state), origin, what=OTHERS, remedy=remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -52,14 +53,20 @@ def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, sp
 def write_token_files(folder: Path, lora: StoredLora) -> None:
     """Write each trained token into `folder`, as an embedding that ComfyUI finds by file name."""
     assert lora.tokens is not None
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
+    files = token_files(lora.tokens.strings)
     for string, row in zip(lora.tokens.strings, lora.tokens.rows, strict=True):
-        write_tensors(folder / f"{token_file(string)}.safetensors", {"clip_g": row[None]}, {"token": string})
+        write_tensors(folder / files[string], {"clip_g": row[None]}, {"token": string})
 
 
-def token_file(token: str) -> str:
-    """Return the name, without ending, of the file that holds a token."""
-    return re.sub(r"[^\w-]+", "", token.removesuffix("</w>")) or "token"
+def token_files(tokens: Iterable[str]) -> dict[str, str]:
+    """Return the name of each token's file, a whole word's before a piece's; further equal names are numbered."""
+    files: dict[str, str] = {}
+    for token in sorted(tokens, key=lambda each: not each.endswith("</w>")):
+        stem = re.sub(r"[^\w-]+", "", token.removesuffix("</w>")) or "token"
+        numbered = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+        files[token] = next(name for each in numbered if (name := f"{stem}{each}.safetensors") not in files.values())
+    return files
 
 
 def is_keyed(names: Iterable[str]) -> bool:
@@ -108,6 +115,11 @@ def _collect(tensors: Mapping[str, Tensor], kind: AdapterKind, origin: str) -> d
         ending = next((end for end in kind.endings if name.endswith(end)), None)
         if ending is None:
             raise ConfigError(f"{origin}: {name} is no part of a {kind.title} adapter; files of one kind are read")
+        if ending == ".dora_scale" and tensor.ndim > 1 and tensor.shape[0] == 1 < tensor.numel():
+            raise ConfigError(
+                f"{origin}: {name} has a magnitude for each input (wd_on_output=False in LyCORIS), and those of outputs"
+                " are read; merge it with LyCORIS"
+            )
         found.setdefault(name.removesuffix(ending), {})[kind.endings[ending]] = tensor
     for stem, parts in found.items():
         if kind.lacks(parts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.adapters import lokr
 from cascade_train.models.adapters.kinds import KINDS, by_module
 from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.networks.unet import CascadeUNet
@@ -297,7 +299,7 @@ BROKEN = {
     "half": (HALF, "lora_unet_clip_txt_mapper lacks half of its adapter"),
     "factor": (
         {"lokr_w1": (4, 3), "lokr_w2": (8, 8), "alpha": ()},
-        r"split the weights in no way that one task\.factor gives, tried were null and 4; train them anew",
+        r"split the weights in no way that one task\.factor gives; train them anew",
     ),
     "Tucker": (HALF | {"lokr_t2": (2, 2, 3, 3)}, "lokr_t2 is no part of a LoKr adapter; files of one kind are read"),
     "mixed": (HALF | {"hada_w1_a": (4, 4)}, "hada_w1_a is no part of a LoKr adapter; files of one kind are read"),
@@ -306,6 +308,25 @@ BROKEN = {
         r"clip_txt_mapper.lokr_w2 has shape \(8, 8\), this model needs \(8, 6\)",
     ),
 }
+
+
+@pytest.mark.parametrize("factor", [None, 4, 24, 30, 48])
+def test_the_factor_of_stored_adapters_is_found(factor: int | None) -> None:
+    widths = ((320, 640), (1280, 1280), (1024, 320), (5120, 640))
+    sizes = {
+        pair: (a, b, c, d) for pair in widths for (a, b), (c, d) in [[lokr._split(width, factor) for width in pair]]
+    }
+    found = lokr._factor(sizes, "from=a")
+    assert all((*lokr._split(o, found), *lokr._split(i, found)) == sizes[o, i] for o, i in widths)
+
+
+def test_magnitudes_of_inputs_are_refused(tmp_path: Path) -> None:
+    parts = {"lora_down.weight": torch.ones(2, 24), "lora_up.weight": torch.ones(32, 2), "alpha": torch.tensor(1.0)}
+    tensors = {f"lora_unet_clip_txt_mapper.{part}": value for part, value in parts.items()}
+    for inputs, message in ((torch.ones(1, 24), "has a magnitude for each input"), (torch.ones(32, 1), None)):
+        save_file(tensors | {"lora_unet_clip_txt_mapper.dora_scale": inputs}, tmp_path / "a.safetensors")
+        with pytest.raises(ConfigError, match=message) if message else nullcontext():
+            read_from(str(tmp_path / "a.safetensors"), modules=module_shapes(small_network()))
 
 
 @pytest.mark.parametrize("name", BROKEN)
