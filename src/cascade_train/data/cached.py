@@ -48,7 +48,7 @@ class Cached(Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._folder = Path(self.path)
+        self._folder = Path(self.path).expanduser()
         self._files = LocalFiles()
         self.manifest: CacheManifest  # what the opened cache holds
 

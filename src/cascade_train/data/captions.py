@@ -92,6 +92,8 @@ class Captions:
     def _chosen(self, raw: RawSample, generator: torch.Generator) -> tuple[str, str]:
         values = {key: raw.caption if key == TEXT else value_of(raw.values, key) for key in self._keys}
         found = {key: value for key, value in values.items() if value is not None}
+        filled = {key: value for key, value in found.items() if not (isinstance(value, str | list) and not value)}
+        found = filled or found  # an empty cell of a csv is none
         if not found:
             raise UnreadableSampleError(f"it lacks {' and '.join(self._keys)}, which data.captions.key names")
         key = list(found)[draw_index([self._keys[key] for key in found], generator)]

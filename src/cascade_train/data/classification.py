@@ -80,7 +80,10 @@ class ClassTars(WebDataset):
         self._prompts = Prompts.load(self.idx_to_prompt)
         index = self._prompts.add_to(super().open())
         for row in np.unique(np.linspace(0, len(index) - 1, CHECKED).astype(np.int64)).tolist():
-            name = super().read(row).caption
+            try:
+                name = super().read(row).caption
+            except UnreadableSampleError:  # training counts it
+                continue
             if not self._prompts.of(name):
                 raise ConfigError(
                     f"data.idx_to_prompt={self.idx_to_prompt} has no prompt for {name} of {index.name(row)}"

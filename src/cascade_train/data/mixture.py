@@ -139,7 +139,9 @@ class JoinedSource(Source):
             rows, places = np.unique(self._row[here], return_inverse=True)  # a row that repeats has one name
             names = [part.index.name(row) for row in rows.tolist()]
             keys[here] = np.array([f"{part.prefix}{name}".encode() for name in names], dtype=object)[places]
-            pictures[here] = np.array([name.encode() for name in names], dtype=object)[places]
+            by = part.index.split_by
+            own = [name.encode() for name in names] if by is None else by[rows].tolist()
+            pictures[here] = np.array(own, dtype=object)[places]
         return Index(
             shards=(name,) * blocks,
             table=table,

@@ -148,7 +148,7 @@ class FileSource(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._filters = parse_row_filters(self.row_filters)
-        self._cache_dir = None if self.index_dir is None else Path(self.index_dir)
+        self._cache_dir = None if self.index_dir is None else Path(self.index_dir).expanduser()
 
     def open(self) -> Index:
         """See `Source.open`: index all files."""

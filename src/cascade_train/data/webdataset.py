@@ -52,7 +52,7 @@ class WebDataset(Source):
             raise ValueError(f"data.urls={self.urls} must be a path or a list of paths, as in data.urls=[a.tar,b.tar]")
         check_least("data.streams", self.streams, 1, "null chooses a number")
         self._filters = parse_row_filters(self.row_filters)
-        self._cache_dir = None if self.index_dir is None else Path(self.index_dir)
+        self._cache_dir = None if self.index_dir is None else Path(self.index_dir).expanduser()
         self._tars: list[Tar] = []
         self._listings = Listings(None if self.listing is None else Path(self.listing))
         self._stores: list[Store] = []

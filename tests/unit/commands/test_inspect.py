@@ -171,6 +171,16 @@ def test_a_survey_says_how_pictures_fit_their_sizes(tmp_path: Path) -> None:
     assert found.captions["root:small.png"] == "small"
 
 
+def test_a_picture_of_two_rows_or_sizes_is_not_its_own_duplicate(tmp_path: Path) -> None:
+    tars.write(tmp_path / "a.tar", tars.samples(range(4)))
+    tars.write(tmp_path / "b.tar", tars.samples([3]))
+    sizes = mixture_of({f"s{size}": tars.webdataset(tmp_path / "a.tar", image_size=size) for size in (16, 32)})
+    both = tars.webdataset(tmp_path / "{a,b}.tar")
+    for source, twice in ((sizes, ()), (both, (("a.tar:0003", "b.tar:0003"),))):
+        found = survey(open_data_set(source, share=None, held_out=None).training, read=None, seed=0)
+        assert found.twice == twice
+
+
 def test_repeated_samples_count_once_and_keys_may_come_in_several_tars(tmp_path: Path) -> None:
     for name in ("a", "b"):
         tars.write(tmp_path / f"{name}.tar", tars.samples(range(600 if name == "b" else 5)))

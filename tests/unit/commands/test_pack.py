@@ -128,3 +128,14 @@ def test_what_cannot_be_done_is_refused(
     told = capsys.readouterr().err
     assert message in told
     assert "data." not in told
+
+
+def test_a_factor_below_one_leaves_no_picture_out(tmp_path: Path) -> None:
+    for number in range(5):
+        write(tmp_path / f"root/half/{number}.png", tars.picture(tint=number))
+        write(tmp_path / f"root/none/{number}.png", tars.picture(tint=number))
+    write(tmp_path / "root/half/multiply.txt", "0.4")
+    write(tmp_path / "root/none/multiply.txt", "0")
+    assert launch(["pack", f"folder={tmp_path / 'root'}", f"out={tmp_path / 'out'}"]) == 0
+    (tar,) = (tmp_path / "out").iterdir()
+    assert [name for name in members(tar) if name.endswith(".png")] == [f"half/{number}.png" for number in range(5)]

@@ -25,6 +25,13 @@ def picture(width: int = 40, height: int = 32, *, kind: str = "png", tint: int =
     return file.getvalue()
 
 
+def mask(width: int = 40, height: int = 32) -> bytes:
+    """Encode a mask that is black."""
+    file = io.BytesIO()
+    Image.new("L", (width, height)).save(file, format="png")
+    return file.getvalue()
+
+
 def write(path: Path, files: Iterable[tuple[str, bytes]], mode: str = "w") -> Path:
     """Write a tar with these files, in this order."""
     with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]

@@ -65,6 +65,12 @@ def test_keys_are_drawn_by_their_weights_among_those_a_sample_has() -> None:
     assert draws(captions, raw("own", long=None, short="short"), 1600)["own"] == pytest.approx(320, abs=60)
 
 
+@pytest.mark.parametrize("empty", ["", []])
+def test_an_empty_cell_is_no_caption_where_there_is_another(empty: Any) -> None:
+    assert only(Captions(key={"txt": 1, "short": 3}), raw("own", short=empty)) == "own"
+    assert only(Captions(key="short"), raw("own", short="")) == ""
+
+
 @pytest.mark.parametrize("values", [{}, {"caption": None}, {"other": "x"}])
 def test_a_sample_without_the_key_is_unreadable(values: dict[str, Any]) -> None:
     with pytest.raises(UnreadableSampleError, match="it lacks caption, which data.captions.key names"):

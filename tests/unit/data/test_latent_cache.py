@@ -37,6 +37,12 @@ def make_index(rows=5):
     return Index(shards=("a.tar",), table=table, keys=np.array([f"sämple {row}".encode() for row in range(rows)]))
 
 
+def test_what_a_split_goes_by_is_kept(tmp_path):
+    index = replace(make_index(), split_by=np.array([b"a", b"a", b"b", b"c", b"c"]))
+    write_manifest(tmp_path, make_manifest(), index)
+    assert read_index(tmp_path, read_manifest(tmp_path)).split_by.tolist() == index.split_by.tolist()
+
+
 def make_manifest(**changes):
     fields = {
         "rows": 5,

@@ -111,6 +111,9 @@ def test_a_picture_of_two_sizes_is_held_out_at_both(tmp_path: Path) -> None:
     keys = [{index.keys[row].decode().partition("/")[2] for row in rows} for rows in split(index, 0.3)]
     assert not set.intersection(*keys)
     assert len(keys[0]) + len(keys[1]) == 200
+    around = mixture_of({"both": mixture_of(sources), "other": shapes(samples=5, seed=1)}).open()
+    inner = [{around.keys[row].decode().rpartition("/")[2] for row in rows} for rows in split(around, 0.3)]
+    assert len(inner[0]) + len(inner[1]) == len(set.union(*inner))
     alike = mixture_of({name: shapes(samples=200) for name in ("a", "b")}).open()
     assert alike.split_by is None, "as in runs so far"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -239,6 +239,11 @@ def _micro_batches(pieces: Sequence[Batch], request: FeedRequest) -> list[Batch]
 def _joined(pieces: Sequence[Batch]) -> Batch:
     if len(pieces) == 1:
         return pieces[0]
+    mask = next((piece.tensors["mask"] for piece in pieces if "mask" in piece.tensors), None)
+    if mask is not None:  # a sample without one counts everywhere
+        whole_masks = [mask.new_full((len(piece), *mask.shape[1:]), 255) for piece in pieces]
+        pairs = zip(pieces, whole_masks, strict=True)
+        pieces = [replace(piece, tensors={"mask": its, **piece.tensors}) for piece, its in pairs]
     names = [field.name for field in fields(Batch)]
     whole = Batch(**{name: _concatenated([getattr(piece, name) for piece in pieces]) for name in names})
     return whole.pin_memory() if torch.cuda.is_available() else whole

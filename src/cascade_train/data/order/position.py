@@ -123,7 +123,7 @@ class Order:
         """Return how many optimizer steps the first `epochs` epochs take; the last may open the next epoch."""
         if self._leftover == "carry":
             return -(-epochs * len(self._rows) // self._global_batch_size)
-        return self._plan.first_step(epochs)
+        return self._plan_from(self._global_batch_size, Start()).first_step(epochs)
 
     def state(self, position: int) -> dict[str, Any]:
         """Return a position with the identity of its order."""

@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -89,19 +89,20 @@ def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
     rows = _different(part)
     chosen = rows if read is None else rows[np.unique(np.linspace(0, len(rows) - 1, read).round().astype(np.int64))]
     unreadable, rotated, texts = list[tuple[str, str]](), list[str](), dict[str, Text]()
-    same, looks = defaultdict[bytes, list[str]](list), dict[str, tuple[Look, int]]()
+    same, looks = defaultdict[bytes, dict[Any, str]](dict), dict[str, tuple[Look, int]]()  # names by picture
     height, width = part.source.bucket_table(part.index).sizes_K2[0].tolist()
     for row in chosen.tolist():
         name = part.index.name(row)
         try:
             raw = part.source.read(row)
-            content = raw.image.tobytes() if isinstance(raw.image, np.ndarray) else raw.image or b""
-            alone = same[hashlib.blake2b(content, digest_size=16).digest()]
-            alone.append(name)
             if raw.image is not None:
+                content = raw.image.tobytes() if isinstance(raw.image, np.ndarray) else raw.image
+                alike = same[hashlib.blake2b(content, digest_size=16).digest()]
+                is_first = not alike
+                alike.setdefault(name if part.index.split_by is None else part.index.split_by[row], name)
                 picture = decode(raw.image, (height, width), max_pixels=part.source.max_pixels)
                 rotated += [name] if picture.rotated else []
-                if len(alone) == 1:
+                if is_first:
                     looks[name] = look_of(picture.pixels), picture.size[0] * picture.size[1]
             generator = torch.Generator().manual_seed(sample_seed(seed, 0, row, "caption"))
             texts[name] = Text(*part.source.captions_of(row).traced(raw, generator))
@@ -118,7 +119,7 @@ def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
         read=len(chosen),
         unreadable=tuple(unreadable),
         rotated=tuple(rotated),
-        twice=tuple(tuple(names) for names in same.values() if len(names) > 1),
+        twice=tuple(tuple(names.values()) for names in same.values() if len(names) > 1),
         near=_near(looks),
         texts=texts,
     )

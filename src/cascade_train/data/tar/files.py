@@ -200,7 +200,8 @@ def _expand_braces(pattern: str) -> list[str]:
         raise ConfigError(
             f"data.urls={redact_argument(pattern)} names more than {_MOST_TARS} tars; give several patterns"
         )
-    return expanded if len(expanded) > 1 else [pattern]  # one alone may be a command, whose backslashes stay
+    is_kept = len(expanded) == 1 and (pattern.startswith(PIPE) or "{" not in pattern)
+    return [pattern] if is_kept else expanded  # of a command backslashes stay
 
 
 def _normalize(url: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import glob
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -209,7 +210,8 @@ class JoinedTars:
         `again` reads tars whose index is there too, and writes those anew that differ. Raises as `open`.
         """
         alone = [replace(self, tars=(self.tars[number],)) for number in numbers]
-        remake = partial(JoinedTars._index_one, again=again)
+        folders = {index_file(tar, self.cache_dir).parent for tar in self.tars}  # a joined index lies beside the first
+        remake = partial(JoinedTars._index_one, again=again, folders=folders)
         with ExitStack() as stack:
             if processes == 1:
                 done: Iterator[bool] = map(remake, alone)
@@ -218,7 +220,7 @@ class JoinedTars:
                 done = (job.result() for job in as_completed([pool.submit(remake, each) for each in alone]))
             yield from done
 
-    def _index_one(self, *, again: bool) -> bool:
+    def _index_one(self, *, again: bool, folders: Collection[Path]) -> bool:
         """Index the only tar. See `index`."""
         (tar,) = self.tars
         file = index_file(tar, self.cache_dir)
@@ -228,8 +230,8 @@ class JoinedTars:
             if again and not changed and not shard.equals(found := scan_shard(tar)):
                 for verdicts in file.parent.glob(f"{glob.escape(file.stem)}-filters-*"):
                     verdicts.unlink(missing_ok=True)
-                for joined in file.parent.glob("joined-*"):  # one of them, and others, hold what the tar was
-                    shutil.rmtree(joined, ignore_errors=True)
+                for joined in itertools.chain.from_iterable(folder.glob("joined-*") for folder in folders):
+                    shutil.rmtree(joined, ignore_errors=True)  # one of them, and others, hold what the tar was
                 write_shard(file, found, required=True)
                 changed, shard = True, found
             if len(self.filters):

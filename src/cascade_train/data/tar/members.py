@@ -161,6 +161,8 @@ def _read_members(name: str, file: Forward) -> Iterator[Member]:
             if len(entry.name) > LONGEST_KEY or not 0 <= entry.size < _LARGEST:
                 text = f"a name of {len(entry.name)} characters, or a size of {entry.size} bytes"
                 raise tarfile.ReadError(f"{text}, at byte {entry.offset}")
+            if entry.name.rpartition("/")[2].startswith("._"):  # what macOS keeps of a file's attributes
+                continue
             named = key_and_extension(entry.name)
             if named is not None and entry.isreg() and not entry.issparse():
                 yield Member(named[0], named[1].lower(), entry.offset_data, entry.size, file)

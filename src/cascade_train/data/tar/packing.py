@@ -8,7 +8,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from PIL import Image
 
 from cascade_train.data.decoding.decode import decode, to_rgb
 from cascade_train.data.folder import Folder
+from cascade_train.data.index.pictures import PictureFile
 from cascade_train.data.order.plan import permutation
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.tar.members import IMAGE_EXTENSIONS, write_tar
@@ -51,7 +52,7 @@ def pack(
     be read are left out. A seed of None orders samples by name. A ConfigError where tars of the name are there, a
     RunError where what was written reads back differently.
     """
-    source = Folder(
+    source = _Once(
         image_size=1,
         crop="center",
         shuffle_window_shards=1,
@@ -84,6 +85,14 @@ def pack(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+class _Once(Folder):
+    """Each picture once, whatever `multiply.txt` says; a factor of 0 leaves pictures out."""
+
+    def usable(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
+        """See `Folder.usable`."""
+        return [replace(file, factor=float(file.factor > 0)) for file in super().usable(found, others)]
+
+
 def check_tars(tars: list[Path], digests: Mapping[str, bytes]) -> None:
     """Read tars as training does, and compare the digests of their samples, by key; a RunError where they differ."""
     source = WebDataset(
@@ -108,7 +117,7 @@ def _read_samples(
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples of a folder; fill in their digests by key, and path and reason of pictures left out."""
     index = source.open()
-    rows = np.sort(np.unique(index.keys, return_index=True)[1])  # multiply.txt repeats rows
+    rows = np.arange(len(index))
     for row in (rows if seed is None else rows[permutation(len(rows), seed, 0, "pack")]).tolist():
         path = index.keys[row].decode()
         try:

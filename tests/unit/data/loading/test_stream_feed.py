@@ -52,6 +52,22 @@ def test_batches_have_the_documented_form(urls: list[str]) -> None:
     check_form(step, 16)
 
 
+@pytest.mark.parametrize("masked", ["ab", "a", "b", ""])
+def test_samples_without_a_mask_count_everywhere(masked: str, tmp_path: Path) -> None:
+    for number, name in enumerate("ab"):
+        mask = [(f"000{number}.mask.png", tars.mask())] if name in masked else []
+        tars.write(tmp_path / f"{name}.tar", [*tars.samples([number]), *mask])
+    given = [f"pipe:cat {tmp_path}/{name}.tar" for name in "ab"]
+    with feeding(streamed(given, streams=2, crop="center"), global_batch_size=2) as feed:
+        (batch,) = next(feed)
+    if masked:
+        pairs = zip(batch.captions, batch.tensors["mask"], strict=True)
+        found = {"ab"[int(caption[-1])]: float(mask.float().mean()) for caption, mask in pairs}
+        assert found == {name: 0.0 if name in masked else 255.0 for name in "ab"}
+    else:
+        assert "mask" not in batch.tensors
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 def test_every_epoch_draws_every_sample_once(urls: list[str], count: int) -> None:
     seen = drawn(urls, 40, streams=count)

@@ -23,6 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a.tar", ["a.tar"]),
         (["b.tar", "a.tar"], ["b.tar", "a.tar"]),
         ("{000..001}.tar", ["000.tar", "001.tar"]),
+        ("{000..000}.tar", ["000.tar"]),
         (["{b,a}.tar", "file:000.tar"], ["b.tar", "a.tar", "000.tar"]),
         ("s3://bucket/{0..1}/a.tar", ["s3://bucket/0/a.tar", "s3://bucket/1/a.tar"]),
         (["a.tar", "s3://bucket/set/"], ["a.tar", "s3://bucket/set/"]),

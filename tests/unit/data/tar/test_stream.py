@@ -203,3 +203,11 @@ def test_names_are_parted_as_webdataset_parts_them_and_in_time_in_proportion_to_
     began = time.process_time()
     assert key_and_extension("a/" * 2**19) is None
     assert time.process_time() - began < 0.5
+
+
+def test_what_macos_writes_beside_files_is_passed_over(tmp_path: Path) -> None:
+    files = [(f"set/{prefix}a.{end}", content) for end, content in (("png", tars.picture()), ("txt", b"a cat"))
+             for prefix in ("._", "")]  # fmt: skip
+    source = tars.webdataset(tars.write(tmp_path / "a.tar", files))
+    assert source.open().keys.tolist() == [b"set/a"]
+    assert source.read(0).caption == "a cat"
