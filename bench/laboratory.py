@@ -1,6 +1,7 @@
 """What methods are worth on the tiny cascade: each beside its baseline, at equal samples and at equal seconds of CPU.
 
     python bench/laboratory.py --worker 0/2 & python bench/laboratory.py --worker 1/2; wait
+    python bench/laboratory.py --seconds    # alone on the machine: what runs beside it distorts times
     python bench/laboratory.py --page bench/results/laboratory.md
 
 A LoRA teaches the packaged tiny Stage C a placement that it never saw, in some seconds (`laboratory_rows.BASELINE`).
@@ -173,8 +174,8 @@ class Notebook:
 
 
 def run_row(book: Notebook, name: str, real: Path) -> None:
-    """Measure whatever a method, or the baseline, lacks."""
-    row, rate = ROWS.get(name), None
+    """Measure whatever seeds a method, or the baseline, lacks."""
+    row = ROWS.get(name)
     arm = partial(measured, row, real=real)
     if row is not None and row.rates:
         tried = {
@@ -183,16 +184,23 @@ def run_row(book: Notebook, name: str, real: Path) -> None:
             )["found"]
             for each in row.rates
         }
-        rate = max(tried, key=lambda each: tried[each]["learned"] + tried[each]["kept"])
-    seeds = SEEDS if row is not None else range(2 * len(SEEDS))
-    for seed in seeds:
+        rate: float | None = max(tried, key=lambda each: tried[each]["learned"] + tried[each]["kept"])
+    else:
+        rate = None
+    for seed in SEEDS if row is not None else range(2 * len(SEEDS)):
         book.find_or(partial(arm, seed, STEPS, rate), row=name, seed=seed, steps=STEPS, rate=rate)
-    if row is None:
+
+
+def run_seconds(book: Notebook, name: str, real: Path) -> None:
+    """Measure the pace of a method whose seeds are measured, and train it for the baseline's seconds."""
+    measured_before = book.find(row=name, seed=SEEDS[0], steps=STEPS)
+    if name == BASE or measured_before is None:
         return
-    ratio = book.find_or(partial(pace, row, rate), row=name, pace=True)["found"]
-    steps = equal_seconds(ratio)
-    for seed in seeds if steps != STEPS else ():
-        book.find_or(partial(arm, seed, steps, rate), row=name, seed=seed, steps=steps, rate=rate)
+    row, rate = ROWS[name], measured_before["rate"]
+    steps = equal_seconds(book.find_or(partial(pace, row, rate), row=name, pace=True)["found"])
+    for seed in SEEDS if steps != STEPS else ():
+        arm = partial(measured, row, seed, steps, rate, real)
+        book.find_or(arm, row=name, seed=seed, steps=steps, rate=rate)
 
 
 def equal_seconds(ratio: float) -> int:
@@ -267,12 +275,12 @@ def line(book: Notebook, name: str, of_base: Mapping[str, np.ndarray]) -> str:
     """Return the line of a method: differences from the baseline."""
     chosen = f"`{' '.join(ROWS[name].overrides)}`"
     found, ratio = values(book, name, STEPS, SEEDS), book.find(row=name, pace=True)
-    if found is None or ratio is None:
+    if found is None:
         return f"| {name}, {chosen} | not measured |" + " |" * (len(HIGHER) + 2)
     rate = next(r["rate"] for r in book.rows if r["row"] == name and r.get("seed") == SEEDS[0])
     cells = [cell(found[measure] - of_base[measure], measure) for measure in HIGHER]
-    timed = values(book, name, equal_seconds(ratio["found"]), SEEDS)
-    cells += [f"{ratio['found']:.2f}"]
+    timed = None if ratio is None else values(book, name, equal_seconds(ratio["found"]), SEEDS)
+    cells += ["not measured" if ratio is None else f"{ratio['found']:.2f}"]
     cells += ["" if timed is None else cell(timed[m] - of_base[m], m) for m in ("learned", "kept")]
     return f"| {name}, {chosen}{'' if rate is None else f', lr {rate:g}'} | " + " | ".join(cells) + " |"
 
@@ -325,6 +333,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--book", type=Path, default=Path(__file__).parent / "results" / "laboratory.jsonl")
     parser.add_argument("--rows", nargs="*", default=[BASE, *ROWS], choices=[BASE, *ROWS], metavar="METHOD")
     parser.add_argument("--worker", default="0/1", help="K/N: measure each Nth method from the Kth on")
+    parser.add_argument(
+        "--seconds", action="store_true", help="of methods that are measured, measure times; run it alone"
+    )
     parser.add_argument("--page", type=Path, help="write the page of what is measured and its picture, nothing else")
     args = parser.parse_args(argv)
     book = Notebook(args.book)
@@ -337,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_real(Path(folder))
         for name in args.rows[number::count]:
-            run_row(book, name, Path(folder))
+            (run_seconds if args.seconds else run_row)(book, name, Path(folder))
             print(f"{name}: measured", flush=True)
     return 0
 

@@ -130,6 +130,22 @@ def test_what_was_measured_is_not_done_again(tmp_path):
     assert book.find_or(lambda: pytest.fail("done again"), row=BASE, seed=0, steps=STEPS, rate=None)["found"] == {}
 
 
+def test_a_slower_method_trains_for_the_baselines_seconds(tmp_path, monkeypatch):
+    monkeypatch.setattr(laboratory, "pace", lambda *_: 1.5)
+    monkeypatch.setattr(
+        laboratory, "measured", lambda _row, seed, steps, *_: dict.fromkeys(HIGHER, 0.01 * seed + steps)
+    )
+    book = notebook(tmp_path / "book.jsonl", rows=[(BASE, 0.5, range(2 * len(SEEDS))), (METHOD, 0.75, SEEDS)])
+    for name in (BASE, METHOD, [*ROWS][1]):
+        laboratory.run_seconds(book, name, tmp_path)
+    new = [row for row in book.rows if "pace" in row or row["steps"] != STEPS]
+    assert [(row["row"], row.get("seed"), row.get("steps")) for row in new] == [
+        (METHOD, None, None),
+        *((METHOD, seed, round(STEPS / 1.5)) for seed in SEEDS),
+    ]
+    assert "| 1.50 | **" in "\n".join(page(book))
+
+
 def test_the_baseline_against_itself_covers_zero_in_most_cells():
     seeds = np.random.default_rng(0).normal(size=(len(HIGHER), 2 * len(SEEDS)))
     covered, cells = against_itself(dict(zip(HIGHER, seeds, strict=True)))
