@@ -82,7 +82,7 @@ def test_lengths_that_cannot_be_built_are_refused_and_nothing_is_written(finetun
     for length in (0.0, 0.29, float("nan")):
         with pytest.raises(ConfigError, match=rf"average={length} must lie between 0 and 0.2887"):
             ExportArgs(source=str(finetuned), out=out, average=length)
-    with pytest.raises(ConfigError, match=r"average=0.1: from=package:tiny is no run with checkpoints"):
+    with pytest.raises(ConfigError, match=r"average=0.1: is for a run with checkpoints; from=package:tiny"):
         export(ExportArgs(source="package:tiny", out=out, average=0.1, format="original"))
     with pytest.raises(ConfigError, match=r"format=combined is written alone, .* without step and average"):
         ExportArgs(source=str(finetuned), decoder="b", format="combined", average=0.1)
