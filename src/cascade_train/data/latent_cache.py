@@ -94,8 +94,8 @@ def write_manifest(
             refuse_changed(f"out={folder}", index, then, on_change, remedy)
             return other, set((changed_rows(index, then) // manifest.unit_samples).tolist())
         with replacing(folder / INDEX, racing=True) as partial:
-            split_by = {} if index.split_by is None else {"split_by": index.split_by}
-            np.savez(partial, table=index.table, keys=index.keys, shards=np.array(index.shards), **split_by)
+            arrays: dict[str, Any] = {"table": index.table, "keys": index.keys, "shards": np.array(index.shards)}
+            np.savez(partial, **arrays | ({} if index.split_by is None else {"split_by": index.split_by}))
         text = json.dumps(dataclasses.asdict(manifest), indent=1, sort_keys=True)
         write_durably(folder / MANIFEST, text, racing=True)
     except OSError as error:
@@ -152,8 +152,8 @@ def read_index(folder: Path, manifest: CacheManifest) -> Index:
     with parsing(f"{path}", "is damaged", REMEDY):
         parts = _arrays(path)
         shards = tuple(parts["shards"].tolist())
-        given = {"filters": manifest.filters, "split_by": parts.get("split_by")}
-        index = Index(shards=shards, table=parts["table"], keys=parts["keys"], **given)
+        table, keys, split_by = parts["table"], parts["keys"], parts.get("split_by")
+        index = Index(shards=shards, table=table, keys=keys, filters=manifest.filters, split_by=split_by)
     if index.digest != manifest.index:
         raise ConfigError(f"{path} is not the index of this cache; {REMEDY}")
     return index
