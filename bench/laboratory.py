@@ -53,6 +53,7 @@ ASKED_NEW, ASKED_KNOWN, REAL = 60, 90, 400
 """Captions with the new placement and with the others, and real pictures for FID."""
 
 SAMPLING_STEPS = 10
+"""Of each painted picture."""
 
 HIGHER = {"learned": True, "kept": True, "shape": True, "validation loss": False, "FID": False}
 """Measure -> whether more is better."""
@@ -113,7 +114,7 @@ def measured(row: Row | None, seed: int, steps: int, rate: float | None, real: P
         "learned": new["position"],
         "kept": known["position"],
         "shape": known["shape"],
-        "validation loss": run.metrics["validate/loss"],
+        "validation loss": run.metrics.get("validate_ema/loss", run.metrics["validate/loss"]),  # of what paints
         "FID": verdict.measures["fid"],
     }
 
@@ -177,26 +178,23 @@ def run_row(book: Notebook, name: str, real: Path) -> None:
     """Measure whatever seeds a method, or the baseline, lacks."""
     row = ROWS.get(name)
     arm = partial(measured, row, real=real)
-    if row is not None and row.rates:
-        tried = {
-            each: book.find_or(
-                partial(arm, CHOOSING_SEED, STEPS, each), row=name, seed=CHOOSING_SEED, steps=STEPS, rate=each
-            )["found"]
-            for each in row.rates
-        }
-        rate: float | None = max(tried, key=lambda each: tried[each]["learned"] + tried[each]["kept"])
-    else:
-        rate = None
+    tried = {
+        each: book.find_or(
+            partial(arm, CHOOSING_SEED, STEPS, each), row=name, seed=CHOOSING_SEED, steps=STEPS, rate=each
+        )["found"]
+        for each in (() if row is None else row.rates)
+    }
+    rate = max(tried, key=lambda each: tried[each]["learned"] + tried[each]["kept"], default=None)
     for seed in SEEDS if row is not None else range(2 * len(SEEDS)):
         book.find_or(partial(arm, seed, STEPS, rate), row=name, seed=seed, steps=STEPS, rate=rate)
 
 
 def run_seconds(book: Notebook, name: str, real: Path) -> None:
     """Measure the pace of a method whose seeds are measured, and train it for the baseline's seconds."""
-    measured_before = book.find(row=name, seed=SEEDS[0], steps=STEPS)
-    if name == BASE or measured_before is None:
+    first = book.find(row=name, seed=SEEDS[0], steps=STEPS)
+    if name == BASE or first is None:
         return
-    row, rate = ROWS[name], measured_before["rate"]
+    row, rate = ROWS[name], first["rate"]
     steps = equal_seconds(book.find_or(partial(pace, row, rate), row=name, pace=True)["found"])
     for seed in SEEDS if steps != STEPS else ():
         arm = partial(measured, row, seed, steps, rate, real)
@@ -295,13 +293,13 @@ def draw(book: Notebook) -> Figure:
     for panel, (group, rows) in zip(panels, groups.items(), strict=True):
         panel.axvline(0, color="0.6", linewidth=0.8)
         panel.set(title=group, yticks=range(len(rows)), yticklabels=rows, ylim=(len(rows) - 0.4, -0.6))
-        for measure, colour, shift in (("learned", "tab:blue", -0.12), ("kept", "tab:orange", 0.12)):
-            for line, name in enumerate(rows):
-                found = values(book, name, STEPS, SEEDS)
-                if found is None or of_base is None:
-                    continue
+        for place, name in enumerate(rows):
+            found = values(book, name, STEPS, SEEDS)
+            if found is None or of_base is None:
+                continue
+            for measure, colour, shift in (("learned", "tab:blue", -0.12), ("kept", "tab:orange", 0.12)):
                 mean, low, high = (100 * each for each in interval(found[measure] - of_base[measure]))
-                panel.errorbar(mean, line + shift, xerr=[[mean - low], [high - mean]], fmt="o", ms=4, color=colour)
+                panel.errorbar(mean, place + shift, xerr=[[mean - low], [high - mean]], fmt="o", ms=4, color=colour)
     panels[-1].set_xlabel("points of accuracy beyond the baseline: learned (blue), kept (orange)")
     return figure
 

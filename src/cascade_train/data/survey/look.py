@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
     rows = _different(part)
     chosen = rows if read is None else rows[np.unique(np.linspace(0, len(rows) - 1, read).round().astype(np.int64))]
     unreadable, rotated, texts = list[tuple[str, str]](), list[str](), dict[str, Text]()
-    same, looks = defaultdict[bytes, dict[Any, str]](dict), dict[str, tuple[Look, int]]()  # names by picture
+    same, looks = defaultdict[bytes, dict[str | bytes, str]](dict), dict[str, tuple[Look, int]]()  # names by picture
     height, width = part.source.bucket_table(part.index).sizes_K2[0].tolist()
     for row in chosen.tolist():
         name = part.index.name(row)

@@ -117,8 +117,7 @@ def _read_samples(
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples of a folder; fill in their digests by key, and path and reason of pictures left out."""
     index = source.open()
-    rows = np.arange(len(index))
-    for row in (rows if seed is None else rows[permutation(len(rows), seed, 0, "pack")]).tolist():
+    for row in range(len(index)) if seed is None else permutation(len(index), seed, 0, "pack").tolist():
         path = index.keys[row].decode()
         try:
             raw = source.read(row)

@@ -44,7 +44,7 @@ TOKENS_FILE = "tokens.safetensors"
 TOKEN_ROWS = {"text_encoder": "token_rows", "text_encoder_2": "token_rows_2"}
 """Text encoder -> the tensor of its trained tokens, which the header describes with the same ending."""
 
-OTHERS = "its tensors are not those of the adapted modules"
+_MISFIT = "its tensors are not those of the adapted modules"
 DIFFUSERS_HEADER = "lora_adapter_metadata"
 _PEFT_PREFIX = "base_model.model."
 _ALPHA, _RANK = "lora_alpha", "r"  # of every adapter of a peft folder, from its configuration
@@ -356,7 +356,11 @@ def fill_adapters(network: nn.Module, state: Mapping[str, Tensor], origin: str) 
     }
     of_task = "set task.module_filters, task.text_encoder_filters and task.dora as they were trained, or its model="
     check_fit(
-        shapes_of({plain: p for plain, (_, p) in wanted.items()}), shapes_of(state), origin, what=OTHERS, remedy=of_task
+        shapes_of({plain: p for plain, (_, p) in wanted.items()}),
+        shapes_of(state),
+        origin,
+        what=_MISFIT,
+        remedy=of_task,
     )
     for plain, (name, parameter) in wanted.items():
         if parameter.is_meta:  # a magnitude whose base has no values yet
@@ -397,4 +401,4 @@ def _check_fit(lora: StoredLora, modules: Mapping[str, Shape], origin: str) -> N
     shapes = {name: kind.shapes(spec, spec.of(name).rank, modules[name]) for name in spec.targets}
     wanted = {f"{name}.{part}": shape for name, parts in shapes.items() for part, shape in parts.items()}
     remedy = "choose the model= the adapter was trained on"
-    check_fit(wanted, shapes_of(lora.state), origin, what=OTHERS, remedy=remedy)
+    check_fit(wanted, shapes_of(lora.state), origin, what=_MISFIT, remedy=remedy)
