@@ -82,3 +82,18 @@ def test_what_cannot_be_indexed_is_refused(
     data = () if any("data" in argument for argument in arguments) else ("data.urls=a.tar",)
     assert launch(["index", "model=c_tiny", *data, *arguments]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_verify_removes_a_joined_index_that_lies_beside_a_tar_of_another_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tar_index, "MANY_TARS", 2)
+    (folder / "more").mkdir()
+    path = (folder / "1.tar").rename(folder / "more" / "1.tar")
+    urls, times = [str(folder / "0.tar"), str(path)], path.stat()
+    stale = tars.webdataset(urls).open().content_record
+    path.write_bytes(path.read_bytes().replace(b"picture 11", b"picture 99"))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert tars.webdataset(urls).open().content_record == stale
+    assert launch(["index", f"data.urls=[{','.join(urls)}]", "model=c_tiny", "processes=1", "verify=true"]) == 1
+    assert tars.webdataset(urls).open().content_record != stale

@@ -368,3 +368,10 @@ def test_a_link_to_nothing_is_one_unreadable_sample(tmp_path: Path) -> None:
     source.open()
     with pytest.raises(UnreadableSampleError, match="its image is a link to nothing that can be read"):
         source.read(0)
+
+
+def test_the_home_folder_has_its_short_form_in_index_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    write(tmp_path / "root/a.png")
+    folder(tmp_path / "root", index_dir="~/index").open()
+    assert any((tmp_path / "home" / "index").iterdir())

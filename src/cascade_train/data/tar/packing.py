@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from PIL import Image
 
 from cascade_train.data.decoding.decode import decode, to_rgb

@@ -141,6 +141,9 @@ def test_epochs_count_steps() -> None:
     assert sum(counts) == 97
     assert order(leftover="drop").steps_of_epochs(2) == 2 * sum(n // 8 for n in counts)
     assert order(leftover="flush").steps_of_epochs(2) == 2 * sum(-(-n // 8) for n in counts)
+    resumed = order(leftover="drop")
+    resumed.restore(saved(resumed, 30))
+    assert resumed.steps_of_epochs(2) == order(leftover="drop").steps_of_epochs(2)
 
 
 @pytest.mark.parametrize(
