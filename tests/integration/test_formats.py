@@ -53,6 +53,30 @@ def test_a_run_is_exported_in_every_format(lora: Path, tmp_path: Path, capsys: p
         }
 
 
+def test_conversions_of_another_step_do_not_stay_in_the_export(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = (
+        "task=lora",
+        'task.train_tokens=[["[s]","^left</w>"]]',
+        "checkpoint.every_steps=1",
+        "checkpoint.keep_last=2",
+    )
+    train(run, *settings, "train.max_steps=2")
+
+    def conversions() -> list[str]:
+        return sorted(path.name for path in (run / "export").glob("lora.*"))
+
+    export(ExportArgs(source=str(run), format=["comfyui"], step=2))
+    export(ExportArgs(source=str(run), format=["kohya"]))  # of the same step
+    both = ["lora.comfyui.embeddings", "lora.comfyui.safetensors", "lora.kohya.embeddings", "lora.kohya.safetensors"]
+    assert conversions() == both
+    export(ExportArgs(source=str(run), step=1))
+    assert conversions() == []
+    export(ExportArgs(source=str(run), format=["comfyui"]))
+    train(run, *settings, "train.max_steps=3")
+    assert conversions() == []
+
+
 def test_weights_are_converted_without_a_run(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export(ExportArgs(source=str(base / "export"), format="original", dtype="bf16", out=str(tmp_path)))
     export(ExportArgs(source=str(base / "export" / "prior" / "prior"), format="original", out=str(tmp_path / "deep")))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import shutil
+from collections.abc import Container
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -16,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.tensor import DTensor
 
 from cascade_train.assembly.cache_identity import take_cache
-from cascade_train.assembly.components import Parts, build_component, build_parts
+from cascade_train.assembly.components import Parts, build_component, build_parts, families
 from cascade_train.assembly.model import build_phases, record_weights, weight_specs
 from cascade_train.assembly.model_card import write_card
 from cascade_train.assembly.planning.fitting import fit
@@ -48,6 +50,7 @@ from cascade_train.engine.run.on_end import run_end_hook
 from cascade_train.engine.run.report import write_report
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.errors import RankLostError, RunError
+from cascade_train.files.run_folder import EXPORT, exported_step
 from cascade_train.models.formats.weights_source import weights_found_once
 from cascade_train.redaction import redacted
 from cascade_train.signals import Signals
@@ -304,8 +307,20 @@ def write_exports(
     def describe() -> None:
         OmegaConf.save(OmegaConf.create(redacted(to_plain(cfg))), directory / "config.yaml")
         write_card(directory, list(exports), source="", run=run, step=step)
+        if directory.resolve() == (run / EXPORT).resolve() and exported_step(run) != step:
+            _remove_conversions(directory, exports)
 
     from_rank_zero(describe)
+
+
+def _remove_conversions(directory: Path, exports: Container[str]) -> None:
+    """Remove what `cascade-train export` made of another step's exports."""
+    names = {name for family in families() for name in family.uses if name not in exports}
+    for path in (*(directory / name for name in names), *directory.glob("*.embeddings")):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def overrides() -> list[str]:

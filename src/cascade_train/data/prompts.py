@@ -45,7 +45,7 @@ def _prompts_of(text: str, key: str) -> list[str]:
         return [text.removeprefix(FILE)]
     path, column = _place(text.removeprefix(FILE))
     where = f"{key}={FILE}{path}"
-    if not path.is_file():
+    if not _is_file(path):
         raise ConfigError(
             f"{where}: there is no such file; paths are relative to the current folder, {Path.cwd()}. A prompt that "
             f"itself begins with {FILE} is written {FILE}{text}."
@@ -63,7 +63,14 @@ def _place(named: str) -> tuple[Path, str | None]:
     """Return the path and the column behind the last colon of a text that is no file itself."""
     whole = Path(named).expanduser()
     path, colon, column = named.rpartition(":")
-    return (Path(path).expanduser(), column) if colon and not whole.is_file() else (whole, None)
+    return (Path(path).expanduser(), column) if colon and not _is_file(whole) else (whole, None)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # longer than a name can be
+        return False
 
 
 def _lines(path: Path, where: str) -> Iterator[str]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from cascade_train.errors import ConfigError
 from cascade_train.models.adapters.kind import Init, Strength, usual
 from cascade_train.models.adapters.kind import LoraSpec as LoraSpec
-from cascade_train.models.adapters.kinds import KINDS, by_module, is_adapter, peft_options
+from cascade_train.models.adapters.kinds import KINDS, is_adapter, peft_options
 from cascade_train.models.adapters.lora import output_norms
 from cascade_train.models.initialize import Shares, fill_
 from cascade_train.options import is_found
@@ -320,11 +320,6 @@ def tower_name(name: str) -> str:
 def full_name(root: str, name: str) -> str:
     """Return the name by which `task.ranks` finds a module of the network or of a text encoder."""
     return f"{root}.{name if root == 'network' else tower_name(name)}"
-
-
-def adapted_modules(state: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the modules that a state by plain names adapts, in order."""
-    return list(by_module(state))
 
 
 def lora_spec(network: nn.Module, encoders: Mapping[str, nn.Module] = MappingProxyType({})) -> LoraSpec:

@@ -31,7 +31,7 @@ from cascade_train.engine.power_function import solve
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import write_durably
 from cascade_train.files.hub import push_folder
-from cascade_train.files.run_folder import EXPORT, EXPORTED
+from cascade_train.files.run_folder import EXPORT, EXPORTED, exported_step
 from cascade_train.models.formats.export import DTYPES, build_plain_network, save_network
 from cascade_train.models.formats.export_lora import export_lora, merge_all
 from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
@@ -90,7 +90,7 @@ def export_checkpoint(
     else:
         restore_average(list(cfg.ema.post_hoc), store, phases, parts.task, step=at, length=average)
     note = checkpoints.parent / EXPORT / EXPORTED if out.resolve() == (checkpoints.parent / EXPORT).resolve() else None
-    if note is not None:
+    if note is not None and (average is not None or exported_step(checkpoints.parent) != at):
         from_rank_zero(lambda: note.unlink(missing_ok=True))  # what lies there is of another step from now on
     write_exports(cfg, parts.task, phases, out, run=checkpoints.parent, step=at)
     if note is not None and average is None:

@@ -58,6 +58,8 @@ def test_the_command_line_reads_files(tmp_path: Path) -> None:
     assert parse(GenerateArgs, ["from=run", f'prompts=["{file}",three]']).prompts == ["one", "two", "three"]
     with pytest.raises(ConfigError, match="prompts=@none.csv: there is no such file; paths are relative to .* @@none"):
         parse(GenerateArgs, ["from=run", "prompts=@none.csv"])
+    with pytest.raises(ConfigError, match="there is no such file.* @@word"):
+        read_prompts("@" + 80 * "word ")
 
 
 def test_the_prompts_of_a_run_are_read_from_a_file_when_it_begins(tmp_path: Path) -> None:

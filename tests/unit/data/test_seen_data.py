@@ -356,6 +356,7 @@ ROWS = {
     "LoRA: scalars": (with_lora({name: torch.tensor(1.0) for name in halves(1)}), LORA),
     "LoRA: alpha of three": (with_lora(halves(2, alpha=torch.ones(3))), LORA),
     "LoRA: alpha is NaN": (with_lora(halves(2, alpha=torch.tensor(float("nan")))), "is scaled by nan"),
+    "LoRA: NaN": (with_lora({name: value * torch.nan for name, value in halves(2).items()}), "holds NaN or infinity"),
     "LoRA: header without rank": (with_lora(halves(2), {"format": "cascade_train.lora/1"}), LORA),
     "LoRA: rank of 10^12": (with_lora(halves(2), ours("1000000000000", '["a"]')), "adapts a, which"),
     "LoRA: nested targets": (with_lora(halves(2), ours("2", "[" * 100_000)), LORA),

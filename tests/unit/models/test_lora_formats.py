@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.adapters.kinds import by_module
 from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.formats.lora_file_original import original_places, write_original
 from cascade_train.models.cascade.networks.unet import CascadeUNet
@@ -35,7 +36,6 @@ from cascade_train.models.lora import (
     StoredLora,
     TrainedTokens,
     adapted_layers,
-    adapted_modules,
     adapter_state,
     inject_lora,
     lora_spec,
@@ -151,7 +151,7 @@ def test_ranks_and_alphas_that_differ_stay_and_can_be_brought_together(tmp_path:
     assert [one.spec.of(name) for name in lora.spec.targets] == [(4, 4.0), (4, 4.0)]
     for each in (lora, one):
         first, second = (
-            each.spec.scale(name) * each.state[f"{name}.lora_B.weight"] @ each.state[f"{name}.lora_A.weight"]
+            each.spec.of(name).scale * each.state[f"{name}.lora_B.weight"] @ each.state[f"{name}.lora_A.weight"]
             for name in lora.spec.targets
         )
         torch.testing.assert_close(first, 0.5 * b1 @ a1)
@@ -184,9 +184,7 @@ def test_every_format_keeps_ranks_and_alphas(name: str, tmp_path: Path) -> None:
     (write_peft_folder if name == "folder" else FORMATS[name])(path, lora)
     found = read_from(str(path), modules=module_shapes(network))
     if not is_original:  # which has one rank, filled up with zeros, and no alpha
-        named = [
-            each for part, state in lora.states().items() for each in (f"{part}{n}" for n in adapted_modules(state))
-        ]
+        named = [each for part, state in lora.states().items() for each in (f"{part}{n}" for n in by_module(state))]
         at = {"rel": 1e-7} if name in ("comfyui", "kohya") else {"rel": 0.0}  # whose alphas are fp32
         assert [found.spec.of(n) for n in named] == [pytest.approx(lora.spec.of(n), **at) for n in named]
         assert len({found.spec.of(n) for n in named}) == 5

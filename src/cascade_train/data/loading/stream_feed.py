@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -125,7 +126,8 @@ class StreamFeed(Feed):
         super().seek(state["position"])
 
     def _changes(self, state: Mapping[str, Any]) -> list[str]:
-        saved = dict(pair.split("=", 1) for pair in state["identity"].split()) | {"batch": state["global_batch_size"]}
+        pairs = re.findall(r"(\w+)=(.*?)(?= \w+=|$)", state["identity"])  # filters of several sources have spaces
+        saved = dict(pairs) | {"batch": state["global_batch_size"]}
         own = {**self._identity, "batch": self._request.global_batch_size}
         told = [f"{name} was {saved.get(name)}, is {value}" for name, value in own.items() if saved.get(name) != value]
         return told or changed_content(self._request.index, state)

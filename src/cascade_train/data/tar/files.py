@@ -35,7 +35,7 @@ _ANY_SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+):")
 _WEB = "pipe:curl --fail --silent --show-error --location"
 _LONGEST_LISTING = 512 * 1024**2  # of a million tars
 _MOST_TARS, _MOST_BRACES = 1_000_000, 12  # of one pattern
-_LARGE_NUMBER = re.compile(r"[1-9]\d{6,}\.\.|\.\.-?0*[1-9]\d{6,}")  # of a range, which braceexpand keeps whole
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")  # which braceexpand keeps whole
 _log = logging.getLogger(__name__)
 
 
@@ -190,7 +190,8 @@ def _is_prefix(url: str) -> bool:
 
 def _expand_braces(pattern: str) -> list[str]:
     try:
-        is_bounded = pattern.count("{") <= _MOST_BRACES and not _LARGE_NUMBER.search(pattern)
+        spans = (abs(int(last) - int(first)) for first, last in _RANGE.findall(pattern))
+        is_bounded = pattern.count("{") <= _MOST_BRACES and max(spans, default=0) < _MOST_TARS
         expanded = list(islice(braceexpand(pattern), _MOST_TARS + 1)) if is_bounded else []
     except (UnbalancedBracesError, ValueError, RecursionError) as error:
         raise ConfigError(

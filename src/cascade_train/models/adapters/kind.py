@@ -76,10 +76,6 @@ class LoraSpec:
         """Return rank and alpha of a module."""
         return Strength(self.ranks.get(name, self.rank), self.alphas.get(name, self.alpha))
 
-    def scale(self, name: str) -> float:
-        """Return alpha / rank of a module."""
-        return self.of(name).scale
-
 
 class AdapterKind(abc.ABC):
     """A kind of adapters.

@@ -29,11 +29,10 @@ from cascade_train.models.formats.lora_files import (
     module_shapes,
     read_lora,
     write_diffusers_file,
-    write_embeddings,
     write_peft_folder,
     write_single_file,
 )
-from cascade_train.models.formats.lora_files_keyed import write_keyed, write_token_files
+from cascade_train.models.formats.lora_files_keyed import write_embeddings, write_keyed, write_token_files
 from cascade_train.models.lora import LoraSpec, StoredLora
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import parsing, stored_mapping
 from cascade_train.models.adapters.kind import Strength
-from cascade_train.models.adapters.kinds import KINDS, is_adapter, peft_alphas, peft_options
+from cascade_train.models.adapters.kinds import KINDS, by_module, is_adapter, kind_of, peft_alphas, peft_options
 from cascade_train.models.family import Family, Shape
-from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed, token_files, with_one_rank
+from cascade_train.models.formats.lora_files_keyed import read_keyed, with_one_rank
 from cascade_train.models.formats.weights import check_fit, read_tensors, shapes_of, write_tensors
 from cascade_train.models.formats.weights_source import find_part
 from cascade_train.models.lora import (
@@ -27,7 +27,6 @@ from cascade_train.models.lora import (
     StoredLora,
     TrainedTokens,
     adapted_layers,
-    adapted_modules,
     lora_spec,
     plain_name,
 )
@@ -92,7 +91,7 @@ def write_diffusers_file(folder: Path, lora: StoredLora, root: str) -> None:
     """Write adapters as `load_lora_weights` of diffusers' pipelines reads them; `root` is their name of the network.
 
     Rank and alpha lie in the header, as diffusers writes them; trained tokens have a file of their own, see
-    `write_embeddings`.
+    `lora_files_keyed.write_embeddings`.
     """
     tensors, facts = dict[str, Tensor](), dict[str, object]()
     for part, state in lora.states().items():
@@ -113,7 +112,7 @@ def _write_adapter(folder: Path, state: Mapping[str, Tensor], spec: LoraSpec, pa
 
 def _peft_config(state: Mapping[str, Tensor], spec: LoraSpec, part: str, **options: Any) -> Any:
     # endings that names have in every version of transformers
-    endings = {name.removeprefix("text_model."): f"{part}{name}" for name in adapted_modules(state)}
+    endings = {name.removeprefix("text_model."): f"{part}{name}" for name in by_module(state)}
     ranks, alphas = ({n: own[name] for n, name in endings.items() if name in own} for own in (spec.ranks, spec.alphas))
     config = KINDS[spec.kind].config(spec, rank_pattern=ranks, alpha_pattern=alphas, **options)
     config.target_modules = [*endings]  # peft would make a set, whose order is not fixed
@@ -123,26 +122,6 @@ def _peft_config(state: Mapping[str, Tensor], spec: LoraSpec, part: str, **optio
 def _peft_tensors(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     short = ".lora_magnitude_vector"
     return {f"{prefix}{name.replace(f'{short}.weight', short)}": value for name, value in state.items()}
-
-
-def write_embeddings(folder: Path, lora: StoredLora) -> None:
-    """Write each new token into a file of a new folder, as `load_textual_inversion` of diffusers takes it.
-
-    It holds the token's row by its name; of two text encoders `clip_l` and `clip_g`, as other programs read it too.
-    """
-    towers = {tower: tokens for tower, (_, tokens) in lora.towers().items() if tokens is not None}
-    rows = {tower: dict(zip(tokens.strings, tokens.rows, strict=True)) for tower, tokens in towers.items()}
-    first = next(iter(towers.values()))
-    new = [name for name, is_new in zip(first.strings, first.is_new, strict=True) if is_new]
-    if new:
-        folder.mkdir()
-    files = token_files(new)
-    for token in new:
-        if len(rows) == 1:
-            tensors = {token: next(iter(rows.values()))[token]}
-        else:
-            tensors = {name: each[token] for name, each in zip(("clip_l", "clip_g"), rows.values(), strict=True)}
-        write_tensors(folder / files[token], tensors, {"token": token})
 
 
 _OF_TOKENS = {"tokens": "strings", "token_ids": "ids", "token_is_new": "is_new"}
@@ -245,7 +224,7 @@ def _read_by_name(
         named |= {f"{name}.alpha": torch.tensor(alpha) for name, alpha in spec.alphas.items()}
         lora = read_keyed(named, modules, origin, family=family, given=Strength(spec.rank, spec.alpha))
         lora = replace(lora, spec=spec)
-    elif is_keyed(named):
+    elif kind_of(named) is not None:
         facts = json.loads(header.get(DIFFUSERS_HEADER, "{}"))
         for prefix in (f"{family.lora_root}.", *(f"{tower}." for tower in TEXT_ENCODERS)) if facts else ():
             config = {name.removeprefix(prefix): fact for name, fact in facts.items() if name.startswith(prefix)}
@@ -285,7 +264,7 @@ def holds_lora(source: str) -> bool:
         return False
     with parsing(f"{path}:", "cannot be read as safetensors"), safe_open(path, framework="pt") as file:
         names = list(file.keys())
-    return is_keyed(names) or any(map(is_adapter, names))
+    return kind_of(names) is not None or any(map(is_adapter, names))
 
 
 def adapter_size(families: Iterable[Family], source: str, *, key: str) -> str | None:
@@ -332,7 +311,7 @@ def refill_lora(
     if lora.spec.kind != carried.kind:
         raise ConfigError(f"{key}={source}: its adapters are of another kind; set task.kind={lora.spec.kind}")
     lora = lora if carried.ranks or carried.alphas else with_one_rank(lora)
-    for name in (f"{part}{name}" for part, state in lora.states().items() for name in adapted_modules(state)):
+    for name in (f"{part}{name}" for part, state in lora.states().items() for name in by_module(state)):
         (rank, alpha), (wanted, scaled) = lora.spec.of(name), carried.of(name)
         if (rank, alpha) != (wanted, scaled):
             keys = f"task.rank={wanted} task.alpha={scaled:g}; set both as they were trained"
@@ -402,3 +381,6 @@ def _check_fit(lora: StoredLora, modules: Mapping[str, Shape], origin: str) -> N
     wanted = {f"{name}.{part}": shape for name, parts in shapes.items() for part, shape in parts.items()}
     remedy = "choose the model= the adapter was trained on"
     check_fit(wanted, shapes_of(lora.state), origin, what=_MISFIT, remedy=remedy)
+    broken = [name for state in lora.states().values() for name, value in state.items() if not value.isfinite().all()]
+    if broken:
+        raise ConfigError(f"{origin}: {broken[0]} holds NaN or infinity; copy the file again, or train it anew")

@@ -1,4 +1,7 @@
-"""Adapters under the names of ComfyUI, kohya and LyCORIS: one safetensors file, one name with underscores a module."""
+"""Adapters under the names of ComfyUI, kohya and LyCORIS, and trained tokens as embedding files.
+
+Adapters are one safetensors file, one name with underscores a module.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +62,26 @@ def write_token_files(folder: Path, lora: StoredLora) -> None:
         write_tensors(folder / files[string], {"clip_g": row[None]}, {"token": string})
 
 
+def write_embeddings(folder: Path, lora: StoredLora) -> None:
+    """Write each new token into a file of a new folder, as `load_textual_inversion` of diffusers takes it.
+
+    It holds the token's row by its name; of two text encoders `clip_l` and `clip_g`, as other programs read it too.
+    """
+    towers = {tower: tokens for tower, (_, tokens) in lora.towers().items() if tokens is not None}
+    rows = {tower: dict(zip(tokens.strings, tokens.rows, strict=True)) for tower, tokens in towers.items()}
+    first = next(iter(towers.values()))
+    new = [name for name, is_new in zip(first.strings, first.is_new, strict=True) if is_new]
+    if new:
+        folder.mkdir()
+    files = token_files(new)
+    for token in new:
+        if len(rows) == 1:
+            tensors = {token: next(iter(rows.values()))[token]}
+        else:
+            tensors = {name: each[token] for name, each in zip(("clip_l", "clip_g"), rows.values(), strict=True)}
+        write_tensors(folder / files[token], tensors, {"token": token})
+
+
 def token_files(tokens: Iterable[str]) -> dict[str, str]:
     """Return the name of each token's file, a whole word's before a piece's; further equal names are numbered."""
     files: dict[str, str] = {}
@@ -67,11 +90,6 @@ def token_files(tokens: Iterable[str]) -> dict[str, str]:
         numbered = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
         files[token] = next(name for each in numbered if (name := f"{stem}{each}.safetensors") not in files.values())
     return files
-
-
-def is_keyed(names: Iterable[str]) -> bool:
-    """Return whether stored names are adapters by module name."""
-    return kind_of(names) is not None
 
 
 def read_keyed(

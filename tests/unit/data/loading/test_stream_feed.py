@@ -224,6 +224,7 @@ def test_a_position_in_an_index_is_no_place_in_streams(urls: list[str], tmp_path
         state = loader.state_dict()
     with feeding(streamed(urls)) as feed, pytest.raises(ConfigError, match="does not fit this run: order was"):
         feed.load_state_dict(state)
+    state["identity"] += " filters=size>512 score>0.5 seed=1"  # of two sources
     with feeding(streamed(urls, on_change="restart")) as feed:
         feed.load_state_dict(state)
         assert feed.position == 1

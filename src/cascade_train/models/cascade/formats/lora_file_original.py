@@ -174,7 +174,7 @@ def _join(place: Place, lora: StoredLora, modules: Mapping[str, Shape]) -> tuple
         out, into = modules[name][:2]
         a, b = (lora.state.get(f"{name}.lora_{half}.weight") for half in ("A", "B"))
         downs.append(torch.zeros(0, into) if a is None else a.float().flatten(1))
-        ups.append(torch.zeros(out, 0) if b is None else lora.spec.scale(name) * b.float().flatten(1))
+        ups.append(torch.zeros(out, 0) if b is None else lora.spec.of(name).scale * b.float().flatten(1))
     if all(each.shape == downs[0].shape and torch.equal(each, downs[0]) for each in downs):
         return downs[0], torch.cat(ups)
     return torch.cat(downs), torch.block_diag(*ups)
