@@ -68,12 +68,14 @@ ROWS: dict[str, Row] = {
     "LoKr": _row("adapters", "task.kind=lokr", rates=_MIDDLE),
     "LoHa": _row("adapters", "task.kind=loha", rates=_MIDDLE),
     "all weights": _row("adapters", "task=finetune", rates=_LOW),
+    "AdamW, its rate chosen": _row("optimizers", "optimizer=adamw", rates=_MIDDLE),
     "8-bit AdamW": _row("optimizers", "optimizer=adamw_8bit", rates=_MIDDLE),
     "Adafactor": _row("optimizers", "optimizer=adafactor", rates=_MIDDLE),
     "CAME": _row("optimizers", "optimizer=came", rates=_MIDDLE),
-    "Lion": _row("optimizers", "optimizer=lion", rates=_LOW),
+    "Lion": _row("optimizers", "optimizer=lion", rates=_MIDDLE),
     "Muon": _row("optimizers", "optimizer=muon", rates=_MIDDLE),
     "Prodigy": _row("optimizers", "optimizer=prodigy", rates=(0.5, 1.0, 2.0)),
+    "Prodigy from 1e-4": _row("optimizers", "optimizer=prodigy", "optimizer.algorithm.d0=1e-4", rates=(0.5, 1.0, 2.0)),
     "schedule-free AdamW": _row(
         "optimizers", "optimizer=schedule_free", "lr_scheduler=constant", rates=(2e-3, 4e-3, 8e-3)
     ),

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -156,10 +157,11 @@ def table(rows: Mapping[str, Mapping[str, float]], targets: Mapping[str, float] 
 
 
 def commit() -> str:
-    """Return the commit of the checkout, and whether files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    """Return the commit of the checkout, and whether files other than results differ from it."""
+    run = partial(subprocess.run, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    name = run(["git", "rev-parse", "--short=8", "HEAD"]).stdout.strip()
+    changed = run(["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results"]).stdout
+    return f"{name}{'-dirty' if changed else ''}" or "unknown"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
