@@ -117,7 +117,6 @@ LEFT_OUT: dict[str, str] = {
     "objective=preview": "of previewers",
     "distance=mse": "the baseline's",
     "noise=plain": "the baseline's",
-    "optimizer=adamw": "the baseline's",
     "optimizer=torch": "no optimizer, but the way to name one of torch",
     "lr_scheduler=cosine": "the baseline's",
     "ema.post_hoc": "averages of the lengths that ema.decay is measured with, chosen afterwards",

@@ -8,6 +8,7 @@ from bench import laboratory
 from bench.laboratory import (
     BASE,
     HIGHER,
+    NEW_SEEDS,
     SEEDS,
     Notebook,
     against_itself,
@@ -78,13 +79,12 @@ def test_an_arm_is_trained_painted_with_and_judged(tmp_path, monkeypatch):
     assert found["kept"] == 1.0  # and harms nothing
 
 
-def test_intervals_of_differences_are_those_of_paired_means():
+def test_intervals_of_differences_hold_their_mean_in_95_of_100_cases():
     mean, low, high = interval(np.full(8, 0.25))
     assert mean == low == high == 0.25
-    drawn = np.random.default_rng(3).normal(1.0, 2.0, size=400)
-    mean, low, high = interval(drawn)
-    half = 1.96 * drawn.std() / 20  # of a mean of 400
-    assert (low, high) == pytest.approx((mean - half, mean + half), abs=0.03)
+    drawn = np.random.default_rng(3).normal(1.0, 2.0, size=(40_000, 8))
+    covered = np.mean([low <= 1.0 <= high for _, low, high in map(interval, drawn)])
+    assert covered == pytest.approx(0.95, abs=0.003)  # three standard deviations of such a share
 
 
 def test_equal_seconds_are_fewer_steps_of_a_slower_method():
@@ -94,8 +94,8 @@ def test_equal_seconds_are_fewer_steps_of_a_slower_method():
 
 
 def test_a_cell_is_bold_where_its_interval_lies_on_one_side_of_zero():
-    assert cell(np.array([0.1, 0.2, 0.1, 0.2]), "kept").startswith("**+15.0 [+")
-    assert cell(np.array([0.1, -0.1, 0.2, -0.2]), "kept").startswith("+0.0 [-")
+    assert cell(np.tile([0.1, 0.2], 4), "kept").startswith("**+15.0 [+")
+    assert cell(np.tile([0.1, -0.1, 0.2, -0.2], 2), "kept").startswith("+0.0 [-")
 
 
 def notebook(path, *, rows):
@@ -109,15 +109,18 @@ def notebook(path, *, rows):
 
 def test_a_page_shows_what_was_measured_and_what_was_not(tmp_path):
     path = tmp_path / "book.jsonl"
-    book = notebook(path, rows=[(BASE, 0.5, range(2 * len(SEEDS))), (METHOD, 0.75, SEEDS)])
+    book = notebook(path, rows=[(BASE, 0.5, (*SEEDS, *NEW_SEEDS)), (METHOD, 0.75, SEEDS)])
     book.find_or(lambda: 1.0, row=METHOD, pace=True)
     lines = page(Notebook(path))
     (line,) = (each for each in lines if each.startswith(f"| {METHOD}, "))
     assert "| **+25.0 [+25.0, +25.0]** |" in line
     assert line.rstrip(" |").endswith("**+25.0 [+25.0, +25.0]**")
     assert sum("not measured" in each for each in lines) == len(ROWS) - 1
+    assert not any(each.startswith("## Again") for each in lines)
     assert f"`{' '.join(BASELINE)}`" in "\n".join(lines)
     assert len(path.read_text().splitlines()) == 3 * len(SEEDS) + 1
+    notebook(path, rows=[(METHOD, 0.25, NEW_SEEDS)])
+    assert page(Notebook(path))[-1].startswith(f"| {METHOD} | **-25.0 [-25.0, -25.0]** |")
     panel = draw(Notebook(path)).axes[0]
     assert [text.get_text() for text in panel.get_yticklabels()][0] == METHOD
     assert [line.get_xdata().tolist() for line in panel.lines if len(line.get_xdata()) == 1] == [[25.0], [25.0]]
