@@ -1,7 +1,7 @@
 """What methods are worth on the tiny cascade: each beside its baseline, at equal samples and at equal seconds of CPU.
 
     python bench/laboratory.py --worker 0/2 & python bench/laboratory.py --worker 1/2; wait
-    python bench/laboratory.py --seconds    # alone on the machine: what runs beside it distorts times
+    python bench/laboratory.py --pace    # alone on the machine; then the workers again, for equal seconds
     python bench/laboratory.py --again --rows "rank 16" "all weights"    # conclusions, with seeds of their own
     python bench/laboratory.py --page bench/results/laboratory.md
 
@@ -179,7 +179,7 @@ class Notebook:
 
 
 def run_row(book: Notebook, name: str, real: Path, seeds: Iterable[int]) -> None:
-    """Measure whichever of the seeds a method, or the baseline, lacks."""
+    """Measure whichever of the seeds a method, or the baseline, lacks, of equal seconds too where its pace is known."""
     row = ROWS.get(name)
     arm = partial(measured, row, real=real)
     tried = {
@@ -191,18 +191,17 @@ def run_row(book: Notebook, name: str, real: Path, seeds: Iterable[int]) -> None
     rate = max(tried, key=lambda each: tried[each]["learned"] + tried[each]["kept"], default=None)
     for seed in seeds if row is not None else (*SEEDS, *NEW_SEEDS):
         book.find_or(partial(arm, seed, STEPS, rate), row=name, seed=seed, steps=STEPS, rate=rate)
-
-
-def run_seconds(book: Notebook, name: str, real: Path) -> None:
-    """Measure the pace of a method whose seeds are measured, and train it for the baseline's seconds."""
-    first = book.find(row=name, seed=SEEDS[0], steps=STEPS)
-    if name == BASE or first is None:
-        return
-    row, rate = ROWS[name], first["rate"]
-    steps = equal_seconds(book.find_or(partial(pace, row, rate), row=name, pace=True)["found"])
+    ratio = book.find(row=name, pace=True)
+    steps = STEPS if ratio is None else equal_seconds(ratio["found"])
     for seed in SEEDS if steps != STEPS else ():
-        arm = partial(measured, row, seed, steps, rate, real)
-        book.find_or(arm, row=name, seed=seed, steps=steps, rate=rate)
+        book.find_or(partial(arm, seed, steps, rate), row=name, seed=seed, steps=steps, rate=rate)
+
+
+def run_pace(book: Notebook, name: str) -> None:
+    """Measure the pace of a method whose seeds are measured."""
+    first = book.find(row=name, seed=SEEDS[0], steps=STEPS)
+    if name != BASE and first is not None:
+        book.find_or(partial(pace, ROWS[name], first["rate"]), row=name, pace=True)
 
 
 def equal_seconds(ratio: float) -> int:
@@ -347,9 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--book", type=Path, default=Path(__file__).parent / "results" / "laboratory.jsonl")
     parser.add_argument("--rows", nargs="*", default=[BASE, *ROWS], choices=[BASE, *ROWS], metavar="METHOD")
     parser.add_argument("--worker", default="0/1", help="K/N: measure each Nth method from the Kth on")
-    parser.add_argument(
-        "--seconds", action="store_true", help="of methods that are measured, measure times; run it alone"
-    )
+    parser.add_argument("--pace", action="store_true", help="measure how long steps of measured methods take")
     parser.add_argument("--again", action="store_true", help="measure with the new seeds")
     parser.add_argument("--page", type=Path, help="write the page of what is measured and its picture, nothing else")
     args = parser.parse_args(argv)
@@ -363,8 +360,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_real(Path(folder))
         for name in args.rows[number::count]:
-            if args.seconds:
-                run_seconds(book, name, Path(folder))
+            if args.pace:
+                run_pace(book, name)
             else:
                 run_row(book, name, Path(folder), NEW_SEEDS if args.again else SEEDS)
             print(f"{name}: measured", flush=True)

@@ -45,7 +45,7 @@ def _row(group: str, *overrides: str, rates: tuple[float, ...] = ()) -> Row:
     return Row(group=group, overrides=overrides, rates=rates)
 
 
-_LOW, _MIDDLE = (2e-4, 5e-4, 1e-3), (1e-3, 2e-3, 4e-3)
+_LOW, _MIDDLE, _HIGH = (2e-4, 5e-4, 1e-3), (1e-3, 2e-3, 4e-3), (4e-3, 8e-3, 1.6e-2)
 
 ROWS: dict[str, Row] = {
     "min SNR weight": _row("weighting", "objective=min_snr"),
@@ -65,15 +65,15 @@ ROWS: dict[str, Row] = {
     "rank 16": _row("adapters", "task.rank=16", "task.alpha=16"),
     "DoRA": _row("adapters", "task.dora=true"),
     "every linear layer": _row("adapters", "task.module_filters=null"),
-    "LoKr": _row("adapters", "task.kind=lokr", rates=_MIDDLE),
+    "LoKr": _row("adapters", "task.kind=lokr", rates=_HIGH),
     "LoHa": _row("adapters", "task.kind=loha", rates=_MIDDLE),
     "all weights": _row("adapters", "task=finetune", rates=_LOW),
     "AdamW, its rate chosen": _row("optimizers", "optimizer=adamw", rates=_MIDDLE),
     "8-bit AdamW": _row("optimizers", "optimizer=adamw_8bit", rates=_MIDDLE),
     "Adafactor": _row("optimizers", "optimizer=adafactor", rates=_MIDDLE),
-    "CAME": _row("optimizers", "optimizer=came", rates=_MIDDLE),
+    "CAME": _row("optimizers", "optimizer=came", rates=_LOW),
     "Lion": _row("optimizers", "optimizer=lion", rates=_MIDDLE),
-    "Muon": _row("optimizers", "optimizer=muon", rates=_MIDDLE),
+    "Muon": _row("optimizers", "optimizer=muon", rates=_HIGH),
     "Prodigy": _row("optimizers", "optimizer=prodigy", rates=(0.5, 1.0, 2.0)),
     "Prodigy from 1e-4": _row("optimizers", "optimizer=prodigy", "optimizer.algorithm.d0=1e-4", rates=(0.5, 1.0, 2.0)),
     "schedule-free AdamW": _row(

@@ -136,11 +136,13 @@ def test_what_was_measured_is_not_done_again(tmp_path):
 def test_a_slower_method_trains_for_the_baselines_seconds(tmp_path, monkeypatch):
     monkeypatch.setattr(laboratory, "pace", lambda *_: 1.5)
     monkeypatch.setattr(
-        laboratory, "measured", lambda _row, seed, steps, *_: dict.fromkeys(HIGHER, 0.01 * seed + steps)
+        laboratory, "measured", lambda _row, seed, steps, *_, real: dict.fromkeys(HIGHER, 0.01 * seed + steps)
     )
     book = notebook(tmp_path / "book.jsonl", rows=[(BASE, 0.5, range(2 * len(SEEDS))), (METHOD, 0.75, SEEDS)])
     for name in (BASE, METHOD, [*ROWS][1]):
-        laboratory.run_seconds(book, name, tmp_path)
+        laboratory.run_pace(book, name)
+    for name in (BASE, METHOD):
+        laboratory.run_row(book, name, tmp_path, SEEDS)
     new = [row for row in book.rows if "pace" in row or row["steps"] != STEPS]
     assert [(row["row"], row.get("seed"), row.get("steps")) for row in new] == [
         (METHOD, None, None),
