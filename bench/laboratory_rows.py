@@ -70,7 +70,7 @@ ROWS: dict[str, Row] = {
     "all weights": _row("adapters", "task=finetune", rates=_LOW),
     "AdamW, its rate chosen": _row("optimizers", "optimizer=adamw", rates=_MIDDLE),
     "8-bit AdamW": _row("optimizers", "optimizer=adamw_8bit", rates=_MIDDLE),
-    "Adafactor": _row("optimizers", "optimizer=adafactor", rates=_MIDDLE),
+    "Adafactor": _row("optimizers", "optimizer=adafactor", rates=(1e-2, 3e-2, 1e-1)),
     "CAME": _row("optimizers", "optimizer=came", rates=_LOW),
     "Lion": _row("optimizers", "optimizer=lion", rates=_MIDDLE),
     "Muon": _row("optimizers", "optimizer=muon", rates=_HIGH),
