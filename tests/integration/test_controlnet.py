@@ -13,9 +13,11 @@ from torch import Tensor
 
 from cascade_train.__main__ import launch
 from cascade_train.commands import generate as generate_verb
+from cascade_train.commands.evaluate import EvaluateArgs, evaluate
 from cascade_train.engine.sampling import CELL_PX, LABEL_PX
 from cascade_train.errors import ConfigError
 from cascade_train.results.find import stored_network
+from cascade_train.tasks.controlnet import ControlNet
 from tests.integration.runs import SMALL, read_metrics, train
 
 CONTROL = ("task=controlnet", "task.bottleneck=small", "filter@task.filter=canny", "optimizer.lr=3e-3")
@@ -47,6 +49,18 @@ def paint(source: Path, out: Path, **given: object) -> np.ndarray:
     arguments = {"prompts": ["a red circle"], "steps": 2, **given}
     assert generate_verb.generate(generate_verb.GenerateArgs(source=str(source), out=str(out), **arguments)) == 0
     return np.asarray(Image.open(out / "00_00.png")).astype(int)
+
+
+def test_an_evaluation_draws_maps_by_the_number_of_a_picture(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        Image.new("RGB", (96, 96), (80 * number, 0, 0)).save(tmp_path / f"{number}.png")
+    numbers, maps = [], ControlNet._maps
+    monkeypatch.setattr(ControlNet, "_maps", lambda *given: numbers.append(tuple(given[2])) or maps(*given))
+    options = {"real": str(tmp_path), "steps": 1, "batch_size": 2, "out": str(tmp_path / "out"), "track": False}
+    assert evaluate(EvaluateArgs(source=str(run), **options)) == 0
+    assert numbers == [(0, 1), (2,)]
 
 
 def test_the_control_trains_and_is_left_behind(run: Path) -> None:

@@ -18,6 +18,7 @@ from cascade_train.engine.lr_schedule import CosineDecaySchedule
 from cascade_train.errors import RunError
 from tests.integration.runs import SMALL, cut_back, exported_weights, read_metrics, train
 from tests.unit.data import tars
+from tests.unit.engine.test_tracking import read_events
 from tests.unit.models.stages import untrained
 from tests.unit.tasks.test_finetune import OBJECTIVES as WITHOUT_STATE
 from tests.warm.programs import warm_programs
@@ -227,6 +228,15 @@ def die_in_step(monkeypatch, number):
     monkeypatch.setattr(Trainer, "train_step", dying)
 
 
+def test_a_tracker_shows_the_steps_before_a_first_checkpoint_once(tmp_path, monkeypatch):
+    overrides = [*FINETUNE, "tracker=tensorboard", "log.every_steps=1", "checkpoint.every_steps=null"]
+    die_in_step(monkeypatch, 3)
+    assert launch([*SMALL, f"run.dir={tmp_path / 'run'}", *overrides]) == 1
+    monkeypatch.undo()
+    run = train(tmp_path / "run", *overrides)
+    assert [each.step for each in read_events(run / "tensorboard").Scalars("loss")] == [1, 2, 3, 4]
+
+
 def test_a_run_that_died_before_its_exports_writes_them_at_the_next_start(origin, tmp_path, monkeypatch):
     def die(*_):
         raise RunError("a stroke of lightning")
@@ -250,6 +260,14 @@ def test_examples_to_see_end_a_run_and_more_of_them_continue_it(tmp_path):
     overrides = [*FINETUNE, "train.max_steps=100"]
     assert len(read_metrics(train(tmp_path / "run", *overrides, "data.num_examples_to_see=17"))) == 3
     assert len(read_metrics(train(tmp_path / "run", *overrides, "data.num_examples_to_see=32"))) == 4
+
+
+@pytest.mark.parametrize("limit", ["data.num_examples_to_see=32", "train.max_epochs=2"])
+def test_samples_that_other_batches_have_seen_count(limit, tmp_path):
+    overrides = [*FINETUNE, "data.samples=16", "data.on_change=restart"]
+    train(tmp_path / "run", *overrides, "train.max_steps=3", "train.global_batch_size=2")
+    run = train(tmp_path / "run", *overrides, "train.max_steps=100", limit)
+    assert [row["samples_seen"] for row in read_metrics(run)] == [2, 4, 6, 14, 22, 30, 38]
 
 
 def test_other_batches_and_other_shapes_are_refused_or_continue_by_choice(tmp_path, capfd, caplog):

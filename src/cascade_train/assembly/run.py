@@ -118,6 +118,8 @@ def train_in(
         trainer.feed.exclude(rollback.listed.keys)
         if run.resume_from is not None:
             trainer.restore(run.resume_from)
+        elif not run.created:
+            trainer.tracker.rewind(0)
         run.cut_metrics(trainer.step)
         run.record_stop(None)
         from_rank_zero(data.record)
@@ -191,7 +193,9 @@ def build_trainer(
     )
     cfg = in_steps(cfg, feed)
     limits = {key: cfg.train[key] for key in ("max_steps", "max_epochs", "global_batch_size")}
-    max_steps = data.last_step(feed, **limits)
+    facts = {} if run.resume_from is None else read_manifest(run.resume_from).facts
+    seen = {key: facts[key] for key in ("step", "samples_seen") if facts}
+    max_steps = data.last_step(feed, **limits, **seen)
     continued = None if run.created else run.resume_from  # a new directory is a tracked run of its own
     tracker = build_tracker(
         cfg.tracker.name.value,

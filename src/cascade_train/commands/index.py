@@ -52,7 +52,7 @@ def index(args: IndexArgs, cfg: DictConfig) -> int:
     joined = source.joined_tars() if isinstance(source, WebDataset) else None
     if joined is None:
         raise ConfigError(
-            "data: this indexes tars that are neither piped nor compressed, as in data.urls='a/{00..99}.tar'"
+            "data: this indexes tars that are neither piped nor compressed, as in 'data.urls=\"a/{00..99}.tar\"'"
         )
     begin, numbers = time.perf_counter(), range(args.task_index, len(joined.tars), args.task_count)
     processes = args.processes or len(os.sched_getaffinity(0))

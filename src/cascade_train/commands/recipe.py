@@ -5,6 +5,7 @@ cascade-train recipe import config.toml out=conf-dir/experiment/name.yaml
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from cascade_train.config.recipes.systems import from_source
 from cascade_train.config.recipes.table import SYSTEMS
 from cascade_train.errors import ConfigError
 from cascade_train.options import check_choice, check_least
-from cascade_train.redaction import printable
+from cascade_train.redaction import printable, redact_argument
 
 
 @dataclass(kw_only=True)
@@ -60,13 +61,18 @@ def import_recipe(args: ImportArgs) -> int:
         raise ConfigError(f"out={args.out} exists. Choose another name, or replace it by overwrite=true.")
     recipe = translate(read_source(Path(args.source)), args)
     try_out(recipe, args.source, ranks=args.ranks)
-    end = "".join([f" experiment={out.stem}", *(f" {group}=..." for group in sorted(recipe.asked))])
+    end = "".join([f" experiment={shlex.quote(out.stem)}", *(f" {group}=..." for group in sorted(recipe.asked))])
     out.parent.mkdir(parents=True, exist_ok=True)
-    command = printable(f"cascade-train --config-dir {out.parents[1]}{end}")
-    out.write_text(recipe.text(title=f"Imported from {printable(Path(args.source).name)}.", command=command))
-    print(f"Wrote {out}. Run it: cascade-train --config-dir {out.absolute().parents[1]}{end}")
+    near, far = (
+        printable(f"cascade-train --config-dir {shlex.quote(str(each.parents[1]))}{end}")
+        for each in (out, out.absolute())
+    )
+    text = recipe.text(title=f"Imported from {printable(Path(args.source).name)}.", command=near)
+    out.write_text(text, encoding="utf-8")
+    print(f"Wrote {out}. Run it: {far}")
     for line in recipe.report():
-        print(printable(line))
+        keys, colon, text = line.partition(": ")
+        print(printable(f"{keys}{colon}{redact_argument(text)}"))
     return 0
 
 

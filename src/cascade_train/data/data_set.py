@@ -108,15 +108,28 @@ class DataSet:
             _log.info("%s", line)
         return feed
 
-    def last_step(self, feed: Feed, *, max_steps: int | None, max_epochs: int | None, global_batch_size: int) -> int:
-        """Return the step at which training ends: by its steps, its epochs or the examples to see."""
+    def last_step(
+        self,
+        feed: Feed,
+        *,
+        max_steps: int | None,
+        max_epochs: int | None,
+        global_batch_size: int,
+        step: int = 0,
+        samples_seen: int = 0,
+    ) -> int:
+        """Return the step at which training ends: by its steps, its epochs or the examples to see.
+
+        `step` and `samples_seen` are those of the checkpoint that goes on: batches may have had another size.
+        """
         examples = self.training.source.num_examples_to_see
-        limits = [
-            max_steps,
+        of_samples = [
             None if max_epochs is None else feed.steps_of_epochs(max_epochs),
             None if examples is None else -(-examples // global_batch_size),
         ]
-        return min(limit for limit in limits if limit is not None)
+        done = samples_seen // global_batch_size
+        limits = [step + max(0, limit - done) for limit in of_samples if limit is not None]
+        return min(limits if max_steps is None else [max_steps, *limits])
 
     def held_out_feed(self, *, seed: int, samples: int, micro_batch_size: int, rank: int, ranks: int) -> HeldOutFeed:
         """Return the feed of `samples` held-out samples in a fixed order, as many on every rank.

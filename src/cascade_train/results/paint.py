@@ -27,6 +27,7 @@ from cascade_train.assembly.components import Parts, build_component, build_part
 from cascade_train.assembly.model import build_whole_model
 from cascade_train.assembly.samples import build_painter
 from cascade_train.batch import sample_seed
+from cascade_train.data.decoding.decode import to_rgb
 from cascade_train.distributed.parallelize import evaluating
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.engine.sampling import compose_grid, to_images
@@ -326,8 +327,9 @@ def read_picture(key: str, path: str, size: Size) -> np.ndarray:
     try:
         with open_regular(Path(path).expanduser(), limit=PICTURE_BYTES) as file, Image.open(file) as stored:
             upright = ImageOps.exif_transpose(stored)
-            picture = upright.convert(MAP_MODES.get(upright.mode, "RGB") if key == "control" else "RGB")
-    except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+            mode = MAP_MODES.get(upright.mode) if key == "control" else None
+            picture = to_rgb(upright) if mode is None else upright.convert(mode)
+    except (OSError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise ConfigError(f"{key}={path}: no picture that can be read ({type(error).__name__}); name one") from error
     fitted = ImageOps.fit(picture, size[::-1], Image.Resampling.BILINEAR)
     return np.ascontiguousarray(np.atleast_3d(np.asarray(fitted)).transpose(2, 0, 1))

@@ -143,6 +143,16 @@ def test_data_too_damaged_for_a_batch_still_has_a_page(tmp_path: Path, capsys: p
     assert (tmp_path / "page.html").stat().st_size > 1000
 
 
+def test_masks_that_do_not_fit_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, size, mask in (("a", 64, 64), ("b", 65, 64), ("c", 66, None)):
+        write(tmp_path / f"root/{name}.png", tars.picture(size, 48, tint=size))
+        write(tmp_path / f"root/{name}.mask.png", b"no picture" if mask is None else tars.picture(mask, 48))
+    inspected(tmp_path / "page.html", *of(tmp_path / "root"))
+    text = capsys.readouterr().out
+    assert "2 cannot be read" in text
+    assert "root:b.png (the mask is 64 x 48 px, the picture 65 x 48: they must be equal)" in text
+
+
 def test_a_large_group_is_named_by_its_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(8):
         write(tmp_path / f"root/{number}.png", tars.picture(64, 48))

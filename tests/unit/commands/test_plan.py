@@ -63,6 +63,8 @@ def test_the_data_is_looked_at_where_it_is(capsys, tmp_path: Path):
     text = planned(capsys, *arguments, *long, "train.global_batch_size=2")
     assert "1 of 3 captions have more than 68 tokens and are cut." in text
     assert "Length   8 steps of 2: 16 samples\nData     3 samples, 4 epochs; 96x96: 3" in text
+    assert launch(["inspect", *arguments, *long, f"out={tmp_path}/page.html"]) == 0
+    assert "1 captions have more than 68 tokens, by the packaged tokenizer: " in capsys.readouterr().out
     assert launch(["plan", *arguments, "data.leftover=drop", "train.global_batch_size=12"]) == 2
     assert "data.leftover=drop would drop every sample" in capsys.readouterr().err
 

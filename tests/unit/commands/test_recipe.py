@@ -214,6 +214,16 @@ def test_the_file_of_open_diffusion_is_translated(tmp_path: Path, capsys: pytest
     assert "secret-key" not in text + (tmp_path / "conf" / "experiment" / "mine.yaml").read_text()
 
 
+def test_signatures_of_addresses_are_not_printed_and_the_command_is_quoted(tmp_path: Path, capsys) -> None:
+    signed = OPEN_DIFFUSION.replace("shards/{000..005}.tar", "s3://a/b.tar?X-Amz-Signature=abcdef0123456789")
+    (tmp_path / "theirs.yaml").write_text(signed)
+    out = tmp_path / "my own" / "experiment" / "mine.yaml"
+    assert launch(["recipe", "import", f"{tmp_path}/theirs.yaml", f"out={out}"]) == 0
+    text = capsys.readouterr().out
+    assert "abcdef0123456789" not in text
+    assert f"Run it: cascade-train --config-dir '{tmp_path}/my own' experiment=mine" in text
+
+
 def test_open_diffusions_network_is_told_by_its_width(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wide = OPEN_DIFFUSION.replace("target: UNet2DConditionModel", "params: {cross_attention_dim: 1024}")
     folder = made(tmp_path, wide)

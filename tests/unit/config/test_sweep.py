@@ -423,6 +423,12 @@ def test_a_folder_that_cannot_be_used_ends_the_sweep_in_words(start: Callable[..
     assert said.count("\n") == 1
 
 
+def test_a_key_that_is_given_twice_is_named_where_its_last_values_are_several():
+    argv = ["--multirun", "optimizer.lr=1", "optimizer.lr=2,3", "task.rank=4,8"]
+    assert swept_part(["optimizer.lr=1", "optimizer.lr=3", "task.rank=4"], argv) == "lr=3,rank=4"
+    assert swept_part(["optimizer.lr=2", "optimizer.lr=1", "task.rank=4"], [*argv, "optimizer.lr=1"]) == "rank=4"
+
+
 @pytest.mark.parametrize("deletion", ["~ema.decay", "~ema.decay=null"])
 def test_a_key_that_is_deleted_is_no_value_of_a_run(deletion: str):
     swept = ["--multirun", deletion, "optimizer.lr=1,2"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -55,6 +56,15 @@ def test_a_map_keeps_its_channels(mode: str, name: str, channels: int, tmp_path:
     path = picture(tmp_path, name, mode, size=(1, 1))
     assert files(path, is_map=True).guide([0], [0]).image_BCHW.shape == (1, channels, 16, 16)
     assert files(path).guide([0], [0]).image_BCHW.shape == (1, 3, 16, 16)
+
+
+def test_sixteen_bits_are_scaled_and_transparency_is_white_as_in_training(tmp_path: Path) -> None:
+    Image.fromarray(np.full((16, 16), 32896, dtype=np.uint16)).save(tmp_path / "deep.png")
+    Image.new("RGBA", (16, 16), (0, 0, 0, 0)).save(tmp_path / "clear.png")
+    for is_map in (False, True):
+        deep = files(str(tmp_path / "deep.png"), is_map=is_map).guide([0], [0]).image_BCHW
+        assert deep.unique().tolist() == [128]
+    assert files(str(tmp_path / "clear.png")).guide([0], [0]).image_BCHW.unique().tolist() == [255]
 
 
 def test_what_is_no_picture_is_refused(tmp_path: Path) -> None:

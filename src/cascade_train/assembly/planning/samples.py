@@ -153,15 +153,19 @@ def _lengths(cfg: DictConfig, part: Rows) -> dict[str, Any]:
             captions.append(part.source.captions_of(row)(part.source.read(row), generator))
         except (UnreadableSampleError, OSError):  # the run replaces it
             continue
-    tokens = _counter(encoder)(captions)
-    is_long = bool(encoder.get("long_captions"))
-    most = (encoder.max_tokens - 2) * (LONG_PIECES if is_long else 1) + 2
+    tokens, most = _counter(encoder)(captions), _max_tokens(encoder)
     return {
         "long": sum(each > most for each in tokens),
         "read": len(tokens),
         "max_tokens": most,
-        "can_take_more": not is_long,
+        "can_take_more": not encoder.get("long_captions"),
     }
+
+
+def _max_tokens(encoder: Mapping[str, Any]) -> int:
+    """Return the tokens of a caption that a text encoder takes, start and end included."""
+    pieces = LONG_PIECES if encoder.get("long_captions") else 1
+    return (int(encoder.get("max_tokens", 77)) - 2) * pieces + 2
 
 
 def _counter(encoder: Mapping[str, Any]) -> TokenCounter:
@@ -190,7 +194,8 @@ def make_report(cfg: DictConfig, *, read: int | None, pictures: int) -> Report:
         title=f"Data of {cfg.data._target_.rpartition('.')[2]}, for pictures of {cfg.data.image_size} pixels",
         survey=found,
         tokens=tuple(count(list(found.captions.values()))),
-        max_tokens=encoder.get("max_tokens", 77),
+        max_tokens=_max_tokens(encoder),
+        can_take_more=not encoder.get("long_captions"),
         max_unreadable_share=allowed,
         counted_by=count.name,
         log=tuple(log),

@@ -85,7 +85,8 @@ def folder_of_runs(cfg: DictConfig, sweep_dir: str) -> Path | None:
 
 def swept_part(overrides: Sequence[str], argv: Sequence[str]) -> str:
     """Return a folder's name by those overrides of a run that the command line gives several values."""
-    fixed = {key_of(each) for each in argv if ("=" in each or each.startswith(DELETED)) and parses(each)}
+    last = {key_of(each): each for each in argv if "=" in each or each.startswith(DELETED)}
+    fixed = {key for key, each in last.items() if parses(each)}
     deleted = {key_of(override) for override in overrides if override.startswith(DELETED)}
     values = {key_of(override): override.partition("=")[2].strip("'\"") for override in overrides}
     swept = {key: value for key, value in values.items() if key not in fixed}

@@ -48,11 +48,13 @@ def upright_size(encoded: bytes) -> tuple[int, int]:
         return (height, width) if _orientation(image) >= 5 else (width, height)
 
 
-def decode(picture: bytes | np.ndarray, target: tuple[int, int], *, max_pixels: int | None) -> Decoded:
+def decode(
+    picture: bytes | np.ndarray, target: tuple[int, int], *, max_pixels: int | None, background: str = "white"
+) -> Decoded:
     """Decode and turn upright; a large JPEG at a fraction of its size that leaves room for the target (height, width).
 
-    A picture is an encoded file, or (H, W, 3) uint8 RGB. A file that is damaged, of an unknown format, or of more than
-    `max_pixels` is an UnreadableSampleError.
+    A picture is an encoded file, or (H, W, 3) uint8 RGB; transparency shows the background. A file that is damaged, of
+    an unknown format, or of more than `max_pixels` is an UnreadableSampleError.
     """
     if isinstance(picture, np.ndarray):
         return Decoded(pixels=picture, size=picture.shape[:2])
@@ -66,12 +68,12 @@ def decode(picture: bytes | np.ndarray, target: tuple[int, int], *, max_pixels: 
         fraction = fits[0] if fits and stored.format in ("JPEG", "MPO") else 1
         if fraction > 1:
             stored.draft(None, (width // fraction, height // fraction))
-        pixels = _pixels(stored, picture, whole=fraction == 1)
+        pixels = _pixels(stored, picture, background, whole=fraction == 1)
         return Decoded(pixels=_upright(pixels, orientation), size=size, rotated=orientation != 1)
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert any mode to 8-bit RGB: transparency on white, 16-bit scaled rather than clipped."""
+def to_rgb(image: Image.Image, background: str = "white") -> Image.Image:
+    """Convert any mode to 8-bit RGB: transparency on the background, 16-bit scaled rather than clipped."""
     if image.mode.startswith("I"):
         samples = np.asarray(image).astype(np.int64)
         if image.mode != "I" or samples.max(initial=0) > 255:
@@ -79,7 +81,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         image = Image.fromarray(samples.clip(0, 255).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+        return Image.alpha_composite(Image.new("RGBA", image.size, background), image).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")  # which copies, also from RGB
 
 
@@ -118,13 +120,13 @@ def _known_formats() -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name in Image.OPEN)  # AVIF is new in Pillow 11.3
 
 
-def _pixels(stored: Image.Image, encoded: bytes, *, whole: bool) -> np.ndarray:
+def _pixels(stored: Image.Image, encoded: bytes, background: str, *, whole: bool) -> np.ndarray:
     """Decode to (H, W, 3) uint8 RGB as stored, by the fast decoder where it gives what PIL would."""
     fast = fast_jpeg_decoder()
     if fast is not None and whole and stored.format in ("JPEG", "MPO") and stored.mode in ("RGB", "L"):
         with contextlib.suppress(RuntimeError):  # PIL decides whether the file is damaged or only unusual
             return fast(encoded)
-    return np.asarray(to_rgb(stored))
+    return np.asarray(to_rgb(stored, background))
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
@@ -137,8 +139,8 @@ def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation, 1 to 8; 1 = upright, or none. Never decodes pixels, so that a header is enough."""
-    if image.format == "PNG" and "exif" not in image.info:
-        return 1
+    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
+        return 1  # Pillow itself turns a TIFF
     orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     return orientation if orientation in range(1, 9) else 1
 

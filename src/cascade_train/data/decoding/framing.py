@@ -92,16 +92,27 @@ class Framing:
     def _mask(
         self, mask: bytes | np.ndarray, size: tuple[int, int], box: Box, target: tuple[int, int], *, flip: bool
     ) -> np.ndarray:
-        if isinstance(mask, np.ndarray):
-            gray, mask_size = mask, mask.shape[:2]
-        else:
-            decoded = decode(mask, target, max_pixels=self.max_pixels)
-            gray, mask_size = np.asarray(_gray(decoded.pixels)), decoded.size
-        if mask_size != size:
-            raise UnreadableSampleError(
-                f"the mask is {mask_size[1]} x {mask_size[0]} px, the picture {size[1]} x {size[0]}: they must be equal"
-            )
+        gray = gray_mask(mask, size, target, max_pixels=self.max_pixels)
         return cut(gray[:, :, None], box.scaled(size, gray.shape[:2]), *target, flip=flip)
+
+
+def gray_mask(
+    mask: bytes | np.ndarray, size: tuple[int, int], target: tuple[int, int], *, max_pixels: int | None
+) -> np.ndarray:
+    """Decode the mask of a picture of this (height, width) as `decode`, to (h, w) uint8; what is transparent is 0.
+
+    Raises as `decode`, and where the mask has another size than the picture.
+    """
+    if isinstance(mask, np.ndarray):
+        gray, mask_size = mask, mask.shape[:2]
+    else:
+        decoded = decode(mask, target, max_pixels=max_pixels, background="black")
+        gray, mask_size = np.asarray(_gray(decoded.pixels)), decoded.size
+    if mask_size != size:
+        raise UnreadableSampleError(
+            f"the mask is {mask_size[1]} x {mask_size[0]} px, the picture {size[1]} x {size[0]}: they must be equal"
+        )
+    return gray
 
 
 def largest_box(size: tuple[int, int], target: tuple[int, int], offset: tuple[float, float]) -> Box:

@@ -16,6 +16,7 @@ from cascade_train.batch import sample_seed
 from cascade_train.data.buckets import PRESETS, BucketTable
 from cascade_train.data.data_set import Rows
 from cascade_train.data.decoding.decode import decode
+from cascade_train.data.decoding.framing import gray_mask
 from cascade_train.data.sample import UnreadableSampleError
 
 MUCH = 0.1
@@ -102,6 +103,8 @@ def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
                 alike.setdefault(name if part.index.split_by is None else part.index.split_by[row], name)
                 picture = decode(raw.image, (height, width), max_pixels=part.source.max_pixels)
                 rotated += [name] if picture.rotated else []
+                if raw.mask is not None:
+                    gray_mask(raw.mask, picture.size, (height, width), max_pixels=part.source.max_pixels)
                 if is_first:
                     looks[name] = look_of(picture.pixels), picture.size[0] * picture.size[1]
             generator = torch.Generator().manual_seed(sample_seed(seed, 0, row, "caption"))

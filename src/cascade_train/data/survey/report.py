@@ -57,6 +57,7 @@ class Report:
     title: str  # which data this is about
     survey: Survey  # of the samples
     tokens: tuple[int, ...]  # of each caption, start and end included, in the order of the survey
+    can_take_more: bool  # whether the text encoder could take longer captions
     max_tokens: int  # of the model's text encoder
     counted_by: str  # which tokenizer counted
     log: tuple[str, ...]  # what was logged when the data was opened: what is left out, how many each filter keeps
@@ -140,7 +141,7 @@ class Report:
             "long": Finding(
                 text=f"{len(long)} captions have more than {self.max_tokens} tokens, by {self.counted_by}",
                 cost=sum(1 - self.max_tokens / count for _, count in long) / max(1, self.survey.read),
-                remedy="model.text_encoder.long_captions=true takes three times as many",
+                remedy="model.text_encoder.long_captions=true takes three times as many" if self.can_take_more else "",
                 names=tuple(f"{name} ({count})" for name, count in long),
                 leave_out=tuple((name, f"its caption has {count} tokens") for name, count in long),
             ),

@@ -105,7 +105,8 @@ def set_measures(made_ND: Tensor, real_ND: Tensor) -> dict[str, float]:
     moments = [metric_fid.fid_features_to_statistics(each) for each in (made_ND, real_ND)]
     subset = min(KID_SUBSET, len(made_ND), len(real_ND))
     kid = metric_kid.kid_features_to_metric(made_ND, real_ND, kid_subset_size=subset, verbose=False)
-    near = metric_prc.prc_features_to_metric(made_ND, real_ND, prc_neighborhood=NEIGHBOURS, verbose=False)
+    in_parts = {"save_cpu_ram": True, "prc_batch_size": 1000}  # else the memory is that of all distances
+    near = metric_prc.prc_features_to_metric(made_ND, real_ND, prc_neighborhood=NEIGHBOURS, verbose=False, **in_parts)
     return {
         "fid": metric_fid.fid_statistics_to_metric(*moments, verbose=False)[metric_fid.KEY_METRIC_FID],
         "kid": kid[metric_kid.KEY_METRIC_KID_MEAN],

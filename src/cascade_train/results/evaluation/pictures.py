@@ -46,6 +46,7 @@ from cascade_train.results.paint import (
     latent_sampler,
     loaded,
 )
+from cascade_train.tasks.base import Guide
 
 Numbers = tuple[int, ...]
 """Numbers of pictures that are always made together, so that rounding is the same."""
@@ -257,14 +258,15 @@ class PictureMaker:
 
     def _painter(self, parts: Parts) -> Make:
         def paint(batch: Numbers) -> None:
-            prompts, image_BCHW = self.work.prompts(batch), None
+            prompts, image_BCHW, guide = self.work.prompts(batch), None, None
             size: Sequence[int] | None = None if self.sizes is None else self.sizes.painted
             if self.work.originals is not None:
                 pixels_BCHW = torch.stack(self.work.originals.images(batch))
                 image_BCHW = pixels_BCHW.to(parts.task.device, non_blocking=True).float() / 255
                 size = image_BCHW.shape[-2:]
+                guide = Guide(image_BCHW=pixels_BCHW, numbers=batch)
             painter, noise = build_painter(self.model.cfg, parts, size), draws(self.work.seed, prompts, "generate")
-            self.folder.save(batch, painter.paint(prompts.captions, image_BCHW, noise))
+            self.folder.save(batch, painter.paint(prompts.captions, image_BCHW, noise, guide))
 
         return paint
 

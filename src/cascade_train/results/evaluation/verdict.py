@@ -148,7 +148,7 @@ def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_
         tracker = build_tracker(
             **{key: cfg["tracker"][key] for key in ("name", "project", "entity", "mode")},
             run_name=cfg["run"]["name"],
-            directory=run,
+            directory=run.absolute(),
             run_id=newest[0].facts["tracker_run_id"] if newest else None,
             config=cfg,
             beside=True,

@@ -60,7 +60,7 @@ def test_an_array_is_taken_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
+@pytest.mark.parametrize("kind", ["jpeg", "png", "webp", "tiff"])
 def test_orientation_is_applied_and_the_size_agrees(orientation: int, kind: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation

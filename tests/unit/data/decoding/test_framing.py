@@ -155,6 +155,14 @@ def test_a_mask_is_cut_and_mirrored_like_its_picture() -> None:
                 assert np.abs(result.mask[0] / 255 - result.image[0] / 200).max() < 0.02
 
 
+def test_what_is_transparent_in_a_mask_does_not_count() -> None:
+    mask = Image.new("RGBA", (40, 20), (255, 255, 255, 0))
+    mask.paste((255, 255, 255, 255), (0, 0, 20, 20))
+    result = framed(encode(halves(), "png"), 20, 40, encode(mask, "png"))
+    assert result.mask is not None
+    assert result.mask[0, 0].tolist() == [255] * 20 + [0] * 20
+
+
 def test_a_mask_of_another_size_is_unreadable() -> None:
     with pytest.raises(UnreadableSampleError, match="the mask is 30 x 20 px, the picture 40 x 20: they must be equal"):
         framed(encode(halves(), "png"), 8, 8, np.zeros((20, 30), dtype=np.uint8))
