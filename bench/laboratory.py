@@ -209,7 +209,7 @@ def equal_seconds(ratio: float) -> int:
     return STEPS if abs(ratio - 1) < FASTER else max(1, round(STEPS / ratio))
 
 
-BASE = "baseline"
+BASE, TUNED = "baseline", "AdamW, its rate chosen"
 
 
 def values(book: Notebook, name: str, steps: int, seeds: Iterable[int]) -> dict[str, np.ndarray] | None:
@@ -287,15 +287,24 @@ def line(book: Notebook, name: str, of_base: Mapping[str, np.ndarray]) -> str:
 
 def again(book: Notebook) -> Iterator[str]:
     """Yield the lines of the table of methods that were measured with the new seeds as well."""
-    of_base = values(book, BASE, STEPS, NEW_SEEDS)
-    measured_again = {name: values(book, name, STEPS, NEW_SEEDS) for name in ROWS}
-    if of_base is None or not any(measured_again.values()):
+    yield from compared(book, "Again, with eight seeds of their own", ROWS, BASE, NEW_SEEDS)
+
+
+def tuned(book: Notebook) -> Iterator[str]:
+    """Yield the lines of the table of methods whose learning rate was chosen, against AdamW with its own chosen."""
+    names = [name for name, row in ROWS.items() if row.rates and name != TUNED]
+    yield from compared(book, "Against AdamW, both at the rate that was chosen for them", names, TUNED, SEEDS)
+
+
+def compared(book: Notebook, title: str, names: Iterable[str], base: str, seeds: Iterable[int]) -> Iterator[str]:
+    """Yield the lines of a table of the methods that were measured with these seeds, against one of them."""
+    of_base, found = values(book, base, STEPS, seeds), {name: values(book, name, STEPS, seeds) for name in names}
+    if of_base is None or not any(found.values()):
         return
-    yield from ("", "## Again, with eight seeds of their own", "", "| method | " + " | ".join(HIGHER) + " |")
-    yield "|---" * (len(HIGHER) + 1) + "|"
-    for name, found in measured_again.items():
-        if found is not None:
-            yield f"| {name} | " + " | ".join(cell(found[m] - of_base[m], m) for m in HIGHER) + " |"
+    yield from ("", f"## {title}", "", "| method | " + " | ".join(HIGHER) + " |", "|---" * (len(HIGHER) + 1) + "|")
+    for name, own in found.items():
+        if own is not None:
+            yield f"| {name} | " + " | ".join(cell(own[m] - of_base[m], m) for m in HIGHER) + " |"
 
 
 def draw(book: Notebook) -> Figure:
@@ -337,7 +346,7 @@ def page(book: Notebook) -> list[str]:
     if both is not None:
         covered, cells = against_itself(both)
         lines += [f"The baseline against itself: {covered} of {cells} intervals cover zero.", ""]
-    return [*lines, *table(book), *again(book)]
+    return [*lines, *table(book), *tuned(book), *again(book)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

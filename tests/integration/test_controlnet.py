@@ -54,13 +54,13 @@ def paint(source: Path, out: Path, **given: object) -> np.ndarray:
 def test_an_evaluation_draws_maps_by_the_number_of_a_picture(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number in range(3):
-        Image.new("RGB", (96, 96), (80 * number, 0, 0)).save(tmp_path / f"{number}.png")
+    for number in range(5):
+        Image.new("RGB", (96, 96), (50 * number, 0, 0)).save(tmp_path / f"{number}.png")
     numbers, maps = [], ControlNet._maps
     monkeypatch.setattr(ControlNet, "_maps", lambda *given: numbers.append(tuple(given[2])) or maps(*given))
     options = {"real": str(tmp_path), "steps": 1, "batch_size": 2, "out": str(tmp_path / "out"), "track": False}
     assert evaluate(EvaluateArgs(source=str(run), **options)) == 0
-    assert numbers == [(0, 1), (2,)]
+    assert numbers == [(0, 1), (2, 3), (4,)]
 
 
 def test_the_control_trains_and_is_left_behind(run: Path) -> None:
