@@ -225,7 +225,10 @@ def test_automatic_precision_asks_for_one_where_the_model_has_none(tiny: DictCon
             r"model=sd_tiny was made for a timestep\. "
             r"Choose objective=ddpm, ddpm_debiased, ddpm_min_snr, ddpm_v, edm or edm_sdxl\.$",
         ),
-        (["finetune", "c_tiny", "ddpm_v"], r"Choose objective=adaptive, constant, debiased, edm, edm_sdxl, gdf, .*, v or x0\.$"),
+        (
+            ["finetune", "c_tiny", "ddpm_v"],
+            r"Choose objective=adaptive, constant, debiased, edm, edm_sdxl, gdf, .*, v or x0\.$",
+        ),
         (
             ["reconstruction", "sd_tiny", "ddpm"],
             r"task=reconstruction trains .*but model=sd_tiny is stable_diffusion\.",
