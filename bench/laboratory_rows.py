@@ -102,6 +102,7 @@ ROWS: dict[str, Row] = {
 
 LEFT_OUT: dict[str, str] = {
     "objective=gdf": "the baseline's",
+    "objective=constant": "the plain loss, for imported files of OneTrainer and SimpleTuner; not measured yet",
     "objective=v": "the packaged network predicts noise: another target must train from nothing, for hours",
     "objective=x0": "another target, as objective=v",
     "objective=flow_matching": "another target and schedule, as objective=v",

@@ -226,6 +226,8 @@ def migration() -> Iterator[str]:
             for key, entry in table[section].items():
                 told.setdefault(_entry(entry), []).append(f"`{key}`")
         yield from (f"| {', '.join(dict.fromkeys(keys))} | {ours} | {why} |" for (ours, why), keys in told.items())
+        notes = table.get("notes", {}).items()
+        yield from (f"| {name} | {Kind.YOURS} | {_cell(row['yours'])} |" for name, row in notes)
         values = ", ".join(f"`{key}={shown(value)}`" for key, value in table.get("defaults", {}).items())
         yield from ("", f"Where a file says nothing: {values}.") if values else ()
     yield ""

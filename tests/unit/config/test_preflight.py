@@ -211,13 +211,13 @@ def test_automatic_precision_asks_for_one_where_the_model_has_none(tiny: DictCon
         (["reconstruction", "b_tiny", "vqgan"], r"^task=reconstruction with objective=vqgan .* but a or a_tiny\."),
         (
             ["reconstruction", "b_tiny", "preview"],
-            r"choose objective=adaptive, debiased, edm, .*, v or x0\.$",
+            r"choose objective=adaptive, constant, debiased, edm, .*, v or x0\.$",
         ),
         (["reconstruction", "c_tiny", "gdf"], r"b_700m or b_tiny\. For model=c_tiny, choose objective=preview\.$"),
         (["reconstruction", "c_tiny", "vqgan"], r"For model=c_tiny, choose objective=preview\.$"),
         (
             ["finetune", "c_tiny", "preview"],
-            r"does not train model=c_tiny \(stage_c\)\. .*objective=adaptive, debiased, edm",
+            r"does not train model=c_tiny \(stage_c\)\. .*objective=adaptive, constant, debiased, edm",
         ),
         (
             ["finetune", "sd_tiny", "gdf"],
@@ -225,7 +225,10 @@ def test_automatic_precision_asks_for_one_where_the_model_has_none(tiny: DictCon
             r"model=sd_tiny was made for a timestep\. "
             r"Choose objective=ddpm, ddpm_debiased, ddpm_min_snr, ddpm_v, edm or edm_sdxl\.$",
         ),
-        (["finetune", "c_tiny", "ddpm_v"], r"Choose objective=adaptive, debiased, edm, edm_sdxl, gdf, .*, v or x0\.$"),
+        (
+            ["finetune", "c_tiny", "ddpm_v"],
+            r"Choose objective=adaptive, constant, debiased, edm, edm_sdxl, gdf, .*, v or x0\.$",
+        ),
         (
             ["reconstruction", "sd_tiny", "ddpm"],
             r"task=reconstruction trains .*but model=sd_tiny is stable_diffusion\.",

@@ -19,6 +19,7 @@ OBJECTIVES = tuple(
     sorted(
         (
             "adaptive",
+            "constant",
             "debiased",
             "edm",
             "flow_matching",

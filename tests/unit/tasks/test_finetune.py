@@ -22,7 +22,7 @@ class TestFinetune(TaskContract):
 
 
 OBJECTIVES = {
-    "c_tiny": ("debiased", "flow_matching", "gdf", "min_snr", "rectified_flow", "v", "x0"),
+    "c_tiny": ("constant", "debiased", "flow_matching", "gdf", "min_snr", "rectified_flow", "v", "x0"),
     "sd_tiny": ("ddpm_debiased", "ddpm_v"),
     "sdxl_tiny": ("edm_sdxl",),
 }

@@ -25,6 +25,11 @@ SOURCE, REPEATS, WEIGHT, PREFIX, SUFFIX = ".data", ".repeats", ".loss_weight", "
 """What an entry of a table's `data` may set beside keys of a source: its option, how often it comes in an epoch, the
 weight of its loss, and what stands before and behind its captions."""
 
+REGULARISATION = (
+    "its pictures come as often as all others together there: data.repeats=null data.shares={...}, half of it for these"
+)
+"""Of a subset of regularisation pictures of sd-scripts (library/train_util.py:2168)."""
+
 Dataset = tuple[str, dict[str, Any]]
 """A name, and the trainer's keys of a dataset."""
 Part = dict[str, tuple[Any, tuple[str, ...]]]
@@ -145,6 +150,8 @@ def _kohya(given: Given, path: Path) -> None:
             subset.pop("batch_size", None)
         if subset.pop("is_reg", False):
             subset["prior_loss_weight"] = keys.get("prior_loss_weight") or 1.0
+            given.notes[f"is_reg of {subset.get('image_dir')}"] = (Kind.YOURS, REGULARISATION)
+        keys.update({key: value for key, value in subset.items() if key == "metadata_file"})
     if any("prior_loss_weight" in subset for subset in subsets):
         keys.pop("prior_loss_weight", None)
     stems = [str(each.get("image_dir", "")) for each in subsets]
@@ -180,6 +187,8 @@ def names(texts: Sequence[str]) -> list[str]:
 def take_datasets(recipe: Recipe, inherited: Values, datasets: Sequence[Dataset], table: Values, source: Path) -> None:
     """Make the data of a recipe: each dataset with what it inherits where it says nothing else."""
     several = len(datasets) > 1
+    if not several:
+        recipe.implied -= datasets[0][1].keys()
     parts = {name: _part(recipe, name if several else "", inherited, own, table, source) for name, own in datasets}
     numbers = {
         key: {name: part[key] for name, part in parts.items() if part.get(key, (1, ""))[0] != 1}

@@ -17,6 +17,7 @@ from cascade_train.config.targets import import_target
 from cascade_train.errors import ConfigError
 
 SILENT = "what the file does not say"
+WARMUP = "lr_scheduler.warmup_steps"
 LONG, EPS = "model.text_encoder.long_captions", "optimizer.algorithm.eps"
 
 
@@ -100,8 +101,10 @@ def _translated(
     _weights(recipe, given.keys, table, certain)
     take_datasets(recipe, inherited, given.datasets or [("pictures", {})], table, path)
     _batch(recipe, given.keys, table, ranks)
+    _by_ranks(recipe, table, ranks)
     _adafactor(recipe, given.keys, table)
     FINISHES.get(system, lambda *_: None)(recipe, given.keys, path, fills)
+    _notes(recipe, given, table)
     take_towers(recipe, system, given.keys, table, said=given.keys.keys() - given.implied)
     if recipe.groups["model"].startswith("sdxl") and recipe.values.get(LONG):
         recipe.put(recipe.origins[LONG], {LONG: True, LONG.replace("encoder", "encoder_2"): True})  # both towers
@@ -168,6 +171,21 @@ def _batch(recipe: Recipe, given: Values, table: Values, ranks: int) -> None:
         recipe.note(keys[0], "1 is what happens here", Kind.SAME)
 
 
+def _by_ranks(recipe: Recipe, table: Values, ranks: int) -> None:
+    """Divide the steps that a trainer's schedule counts once for each rank."""
+    for ours in table.get("by_ranks", ()):
+        if ours in recipe.values:
+            recipe.values[ours] = max(1, recipe.values[ours] // ranks)
+
+
+def _notes(recipe: Recipe, given: Given, table: Values) -> None:
+    """Note what several keys of the configuration, or of one of its datasets, mean together."""
+    laid = [{**given.keys, **own} for _, own in given.datasets] or [given.keys]
+    for name, row in table.get("notes", {}).items():
+        if any(fits(each, row["when"]) for each in laid):
+            recipe.note(name, row["yours"])
+
+
 def _adafactor(recipe: Recipe, given: Values, table: Values) -> None:
     """Leave an Adafactor to the user that does what torch's does not."""
     if "adafactor" not in table or recipe.groups.get("optimizer") != "adafactor":
@@ -210,6 +228,30 @@ def _objective(recipe: Recipe, given: Values) -> None:
     if wanted == "min_snr" and is_velocity:
         target = {"objective.target._target_": "cascade_train.diffusion.target.VTarget"}
         recipe.put(said or recipe.origins["objective"], {**target, "objective.loss_weight.target": "v"})
+
+
+def _finish_kohya(recipe: Recipe, given: Values, *_: object) -> None:
+    """Take an alpha of 0 as sd-scripts does: networks/lora.py:71."""
+    if given.get("network_alpha") == 0:
+        rank = given.get("network_dim")
+        recipe.put("network_alpha", {"task.alpha": RANK if rank is None else rank})
+
+
+def _finish_everydream(recipe: Recipe, given: Values, _: Path, fills: bool) -> None:
+    """Say what EveryDream 2 does with warmup and decay: optimizer/optimizers.py:219."""
+    if recipe.groups.get("lr_scheduler", "constant") == "constant":
+        if WARMUP in recipe.values:
+            recipe.drop(WARMUP, "its constant schedule has no warmup", Kind.UNNEEDED)
+        return
+    if fills and WARMUP not in recipe.values:
+        recipe.note("lr_warmup_steps", f"2 % of the decay there: {WARMUP}=")
+    if fills and all(given.get(key) in OFF for key in DECAYS):
+        recipe.note(DECAYS[0], "the decay is 1.5 times as long as the run there: lr_scheduler.min_factor=0.25")
+
+
+DECAYS = ("lr_decay_steps", "optimizer.base.lr_decay_steps")
+RANK = 4
+"""Of sd-scripts' adapters where the file says none: networks/lora.py:430."""
 
 
 def _finish_open_diffusion(recipe: Recipe, given: Values, *_: object) -> None:
@@ -323,6 +365,8 @@ VELOCITY = {
 """Keys by which a network predicts the velocity, whatever its weights."""
 FINISHES: dict[str, Callable[[Recipe, Values, Path, bool], None]] = {
     "official": finish_official,
+    "kohya": _finish_kohya,
+    "everydream": _finish_everydream,
     "open_diffusion": _finish_open_diffusion,
     "mindone": _finish_mindone,
 }

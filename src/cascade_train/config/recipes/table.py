@@ -20,6 +20,8 @@ same key of ours, the later goes before the earlier.
 A key of ours that begins with a dot belongs to the source that a dataset becomes. `choices` say by which keys a file
 chooses a model and a task, `defaults` what its trainer takes where a file says nothing, by its keys or by ours.
 `family`: the keys that name a model, which may be none here. `typed`: the key of flags as they are typed.
+`notes`: by a name, `when` keys mean together what no row says, and what is left to the user then.
+`by_ranks`: keys of ours whose steps the trainer counts once for each rank.
 `towers`: the keys by which text towers train (`frozen`: do not train), those of their rates, and of the default rate
 (`own`), and the layers that get adapters.
 """
@@ -286,6 +288,7 @@ CONVERSIONS: dict[str, Callable[[Any, Path], Any]] = {
     "or_off": lambda value, _: value or None,
     "one_or_more": lambda value, _: _numbers(value) if "," in str(value) else value,
     "at_least": _at_least,
+    "at_least_0": lambda value, _: max(0.0, value),
 }
 """Conversions by their names in tables; the second argument is the file that is read."""
 

@@ -16,6 +16,11 @@ Rates = list[float | None]
 """Learning rate of each text tower; 0 = frozen, None = the network's."""
 FIRST, SECOND = "model.text_encoder", "model.text_encoder_2"
 
+OTHER_SCRIPTS = (
+    *("network_module", "LoRA_type", "network_dim", "network_args.algo", "token_string"),
+    *("controlnet_model_name_or_path", "in_json", "metadata_file"),
+)
+"""Keys of sd-scripts that train_db.py does not read."""
 STOP = "stop_text_encoder_training"
 """The step of sd-scripts' train_db.py from which the text tower is frozen; 0 or less = from the beginning."""
 CLIP_EMBEDDERS = ("FrozenCLIPEmbedder", "FrozenOpenCLIPEmbedder2")
@@ -52,7 +57,7 @@ def take_towers(recipe: Recipe, system: str, given: Values, table: Values, *, sa
         own = {tower: rate for tower, rate in trained.items() if rate not in (None, recipe.values.get("optimizer.lr"))}
         recipe.put({key, *mentioned} - {*unused}, ours | {f"{tower}.lr": rate for tower, rate in own.items()})
         recipe.implied |= {key} - said
-        if key == STOP:
+        if key == STOP and key in said:
             recipe.put(STOP, {f"{FIRST}.train": True, f"{FIRST}.stop_after": int(given[STOP])})
     for name in [name for name in unused if name not in recipe.taken()]:
         unset = trained and given[name] is None and name not in unread
@@ -103,8 +108,8 @@ def _kohya_adapters(given: Values, count: int) -> tuple[str, set[str], Rates]:
 def _kohya(given: Values, count: int) -> tuple[str, set[str], Rates]:
     """Whole towers train where the file says so.
 
-    train_db.py trains the tower of 1.x and 2.x by itself, up to a step that it alone knows. sdxl_train.py looks at the
-    towers' rates only where they train.
+    train_db.py trains the tower of 1.x and 2.x by itself, up to a step that it alone knows: STOP is among the keys
+    where its defaults are taken. sdxl_train.py looks at the towers' rates only where they train.
     """
     names = ["learning_rate_te"] if count == 1 else ["learning_rate_te1", "learning_rate_te2"]
     said, stop = given.get("train_text_encoder"), given.get(STOP)
@@ -114,5 +119,7 @@ def _kohya(given: Values, count: int) -> tuple[str, set[str], Rates]:
         key, trains = "train_text_encoder", said not in OFF
     elif stop is not None and count == 1:
         key, trains = STOP, int(stop) > 0
+    elif not trains and STOP in given and count == 1 and all(given.get(each) in OFF for each in OTHER_SCRIPTS):
+        key, trains = STOP, True
     rates = [_rate(given.get(name), given.get("learning_rate")) if trains else 0.0 for name in names]
     return key, {key, *names}, rates

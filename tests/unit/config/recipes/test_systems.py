@@ -134,7 +134,8 @@ ONETRAINER: dict[str, Any] = {
     "batch_size": 4, "gradient_accumulation_steps": 2, "ema": "CPU", "ema_decay": 0.99, "ema_update_step_interval": 5,
     "resolution": "1024", "aspect_ratio_bucketing": True, "loss_weight_fn": "P2", "loss_weight_strength": 1.0,
     "dropout_probability": 0.1, "offset_noise_weight": 0.0, "lora_rank": 8, "lora_alpha": 4.0, "lora_decompose": True,
-    "prior": {"train": True, "weight_dtype": "BFLOAT_16"}, "text_encoder": {"train": True, "learning_rate": 1e-5},
+    "prior": {"train": True, "weight_dtype": "BFLOAT_16"},
+    "text_encoder": {"train": True, "learning_rate": 1e-5, "dropout_probability": 0.2},
     "optimizer": {"optimizer": "ADAMW", "beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.05, "fused": True},
     "optimizer_defaults": {"ADAMW": {"optimizer": "ADAMW"}}, "huber_strength": 0.3, "secrets": {"token": "hf_secret"},
     "sample_after": 200, "sample_after_unit": "STEP", "backup_after": 30, "backup_after_unit": "MINUTE",
@@ -246,7 +247,7 @@ def test_everydream_with_the_files_that_it_names(tmp_path: Path, capsys: pytest.
     check(cfg, {
         "train.micro_batch_size": 8, "train.global_batch_size": 16, "train.max_epochs": 40,
         "train.max_grad_norm": None, "optimizer.lr": 2e-6, "optimizer.weight_decay": 0.02,
-        "optimizer.algorithm.betas": [0.9, 0.99], "lr_scheduler.warmup_steps": 50,
+        "optimizer.algorithm.betas": [0.9, 0.99], "lr_scheduler.warmup_steps": 25,
         "objective.offset_noise": 0.02, "objective.noise.discount": 0.03, "objective.loss_weight.gamma": 5.0,
         "sample.every_steps": 150, "log.every_steps": 10, "validate.share": 0.15,
         "task.cond_drop_prob": 0.06, "ema.decay": 0.999, "ema.every_steps": 50, "data.path": "samples",
@@ -288,7 +289,7 @@ def test_onetrainers_training_of_stage_c(tmp_path: Path, capsys: pytest.CaptureF
     cfg = imported(tmp_path, {"config.json": ONETRAINER})
     assert cfg.model.network.block_out_channels == [2048, 2048]
     check(cfg, {
-        "task.rank": 8, "task.alpha": 4.0, "task.dora": True, "task.cond_drop_prob": 0.1,
+        "task.rank": 8, "task.alpha": 4.0, "task.dora": True, "task.dropout": 0.1, "task.cond_drop_prob": 0.2,
         "optimizer.algorithm.betas": [0.9, 0.98], "train.global_batch_size": 8, "train.max_epochs": 20,
         "lr_scheduler.warmup_steps": 100, "run.dir": "work/run", "ema.decay": 0.99, "ema.every_steps": 5,
         "sample.every_steps": 100, "sample.prompts": ["a cat"],

@@ -47,7 +47,7 @@ CASES: list[tuple[Any, ...]] = [
     ({**KOHYA, "learning_rate_te": 5e-6}, {f"{FIRST}.train": True, f"{FIRST}.lr": 5e-6}),
     ({**KOHYA, "learning_rate_te": 0}, {f"{FIRST}.train": False, f"{FIRST}.lr": None}),
     ({**KOHYA, "train_text_encoder": False, "learning_rate_te": 5e-6}, {f"{FIRST}.train": False}),
-    (KOHYA, {f"{FIRST}.train": False}),
+    (KOHYA, {f"{FIRST}.train": True, f"{FIRST}.lr": None}),  # train_db.py:172
     ({**KOHYA, "stop_text_encoder_training": 9}, {f"{FIRST}.train": True, f"{FIRST}.lr": None,
                                                   f"{FIRST}.stop_after": 9}),
     ({**KOHYA, "stop_text_encoder_training": 0}, {f"{FIRST}.train": False}),
