@@ -48,6 +48,7 @@ def _row(group: str, *overrides: str, rates: tuple[float, ...] = ()) -> Row:
 _LOW, _MIDDLE, _HIGH = (2e-4, 5e-4, 1e-3), (1e-3, 2e-3, 4e-3), (4e-3, 8e-3, 1.6e-2)
 
 ROWS: dict[str, Row] = {
+    "constant weight": _row("weighting", "objective=constant"),
     "min SNR weight": _row("weighting", "objective=min_snr"),
     "debiased weight": _row("weighting", "objective=debiased"),
     "adaptive weight": _row("weighting", "objective=adaptive"),
@@ -102,7 +103,6 @@ ROWS: dict[str, Row] = {
 
 LEFT_OUT: dict[str, str] = {
     "objective=gdf": "the baseline's",
-    "objective=constant": "the plain loss, for imported files of OneTrainer and SimpleTuner; not measured yet",
     "objective=v": "the packaged network predicts noise: another target must train from nothing, for hours",
     "objective=x0": "another target, as objective=v",
     "objective=flow_matching": "another target and schedule, as objective=v",
