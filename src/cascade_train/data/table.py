@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 
 from cascade_train.data.index.cache import load_checksums, load_picture_facts
-from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS, Index, combine, first_names, text_checksum
+from cascade_train.data.index.rows import ABSENT, LONGEST_KEY, ROW_FIELDS, Index, combine, first_names, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import FileSource
 from cascade_train.errors import ConfigError
@@ -179,7 +179,7 @@ class Table(TableSource):
                 f"data.path={path} holds no row with a picture and a caption; {unfilled} lack one of them"
             )
         parts = [load_checksums(path, self._root(path), masks, self._cache_dir)] if any(masks) else []
-        return TableRows(
+        rows = TableRows(
             table=np.array(places, dtype=TABLE_FIELDS),
             keys=np.array([name.encode(errors="replace") for name in names]),
             names=names,
@@ -187,6 +187,21 @@ class Table(TableSource):
             verdicts=np.array(verdicts) if verdicts else np.zeros((len(names), 0)),
             content=combine(np.array(texts), *parts),
         )
+        found = np.array([not name for name in masks]) | (parts[0] != ABSENT) if parts else np.ones(len(masks), bool)
+        return rows if found.all() else self._with_masks(path, rows, masks, found)
+
+    def _with_masks(self, path: Path, rows: TableRows, masks: Sequence[str], found: np.ndarray) -> TableRows:
+        """Leave out rows whose masks are not there; a ConfigError where that is all."""
+        missing = first_names(name for name, there in zip(masks, found.tolist(), strict=True) if not there)
+        if not found.any():
+            raise ConfigError(
+                f"data.path={path}: none of the masks in column {self.mask_column} is there: {missing}; paths are"
+                f" relative to {self._root(path)}, data.root= sets another folder"
+            )
+        _log.warning("%s: left out %d rows whose masks are not there: %s", path, int((~found).sum()), missing)
+        names = [name for name, there in zip(rows.names, found.tolist(), strict=True) if there]
+        kept = {name: getattr(rows, name)[found] for name in ("table", "keys", "verdicts", "content")}
+        return replace(rows, names=names, **kept)
 
     def _usable(self, path: Path, rows: TableRows) -> TableRows:
         usable = super()._usable(path, rows)

@@ -96,6 +96,18 @@ def test_masks_and_rows_without_captions_as_chosen(tmp_path: Path) -> None:
         table(path).open()
 
 
+def test_rows_whose_masks_are_not_there_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pictures(tmp_path, "a.png", "b.png", "m.png")
+    path = text(tmp_path / "t.csv", "image,mask,caption\na.png,m.png,1\nb.png,none.png,2\nb.png,,3\n")
+    source = table(path, mask_column="mask")
+    assert captions(source) == [("a.png", "1"), ("b.png", "3")]
+    assert f"{path}: left out 1 rows whose masks are not there: none.png" in caplog.text
+    (tmp_path / "m.png").unlink()
+    alone = text(tmp_path / "alone.csv", "image,mask,caption\na.png,m.png,1\n")
+    with pytest.raises(ConfigError, match=r"none of the masks in column mask is there: m.png; paths are relative"):
+        table(alone, mask_column="mask").open()
+
+
 def test_rows_without_pictures_or_captions_are_left_out_and_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,8 +182,10 @@ def test_a_caption_must_be_text(tmp_path: Path, value: Any) -> None:
 def test_names_that_no_file_can_have_are_pictures_that_are_not_there(tmp_path: Path) -> None:
     pictures(tmp_path, "a.png")
     names = ["a.png", "b\0.png", "\ud800.png", "c" * 5000]
-    lines = "".join(json.dumps({"image": name, "caption": "x", "mask": "m\0"}) + "\n" for name in names)
-    source = table(text(tmp_path / "t.jsonl", lines), mask_column="mask")
+    masked = [{"image": name, "caption": "x", "mask": mask} for name in names for mask in ("m\0", "")]
+    source = table(text(tmp_path / "t.jsonl", "".join(json.dumps(row) + "\n" for row in masked)), mask_column="mask")
     assert len(source.open()) == 1
-    with pytest.raises(UnreadableSampleError, match="its mask is no plain file: embedded null"):
+    (tmp_path / "a.png").unlink()
+    (tmp_path / "a.png").mkdir()
+    with pytest.raises(UnreadableSampleError, match="its image is no plain file: a pipe, a device or a folder"):
         source.read(0)
