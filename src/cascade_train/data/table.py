@@ -23,7 +23,7 @@ from cascade_train.data.index.rows import ABSENT, LONGEST_KEY, ROW_FIELDS, Index
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import FileSource
 from cascade_train.errors import ConfigError
-from cascade_train.files.untrusted import bounded_lines, open_regular, parsing, read_json
+from cascade_train.files.untrusted import MAX_BYTES, bounded_lines, open_regular, parsing, read_json
 from cascade_train.options import File, Order
 
 DELIMITERS = {".csv": ",", ".tsv": "\t", ".jsonl": None, ".ndjson": None}
@@ -33,6 +33,7 @@ METADATA_FILES = ("metadata.jsonl", "metadata.csv")
 """A row for each picture of a folder, as datasets and diffusers read them: `file_name`, and `text` or `caption`."""
 
 TABLE_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("row_start", "<i8"), ("row_bytes", "<i8")]
+csv.field_size_limit(max(MAX_BYTES, csv.field_size_limit()))  # of cells, for the whole process; 128 KiB at first
 _log = logging.getLogger(__name__)
 
 
@@ -273,7 +274,7 @@ class TableFile:
     def _cell_rows(self, lines: Iterator[str]) -> Iterator[Mapping[str, Any] | None]:
         reader = csv.reader(lines, delimiter=str(self._delimiter), strict=True)
         try:
-            self._columns = next(reader, [])
+            self._columns = next((cells for cells in reader if any(map(str.strip, cells))), [])
             yield None
             for cells in reader:
                 if self._whole and any(cells[len(self._columns) :]):

@@ -62,6 +62,13 @@ def test_cells_may_be_quoted_and_span_lines(tmp_path: Path) -> None:
     ]
 
 
+def test_long_cells_and_empty_lines_before_the_columns_are_read(tmp_path: Path) -> None:
+    pictures(tmp_path, "a.png", "b.png")
+    long = "word " * 2**17
+    path = text(tmp_path / "t.csv", f"\r\n \n\nimage,caption\na.png,{long}\n\nb.png,two\n")
+    assert captions(table(path)) == [("a.png", long.strip()), ("b.png", "two")]
+
+
 def test_tabs_and_json_lines_are_tables_too(tmp_path: Path) -> None:
     pictures(tmp_path / "below", "a.png", "b.png")
     tab = text(tmp_path / "t.tsv", "file\ttext\na.png\tone, two\n")
