@@ -169,10 +169,22 @@ def is_found(key: str, pattern: str, *names: str) -> bool:
 
 
 def check_found(key: str, patterns: Iterable[str], names: Sequence[str], what: str) -> None:
-    """Raise a ConfigError where an expression is found in no name of what there is, such as "weights that train"."""
+    """Raise a ConfigError where an expression is the first that is found in no name of what there is.
+
+    `what` is such as "weights that train". Of a name with several lines each is searched.
+    """
+    first: dict[str, str] = {}
     for pattern in patterns:
-        if not any(is_found(key, pattern, *name.split("\n")) for name in names):
+        found = [name for name in names if is_found(key, pattern, *name.split("\n"))]
+        if not found:
             shown = ", ".join(name.partition("\n")[0] for name in names[:: max(1, len(names) // 3)][:3])
             raise ConfigError(
                 f"{key}: {pattern!r} is found in no name of the {len(names)} {what}; they are such as {shown}"
             )
+        if first.keys() >= set(found):
+            earlier = ", ".join(repr(each) for each in dict.fromkeys(first[name] for name in found))
+            raise ConfigError(
+                f"{key}: {pattern!r} decides nothing, {earlier} before it takes all {len(found)} of its {what}; put it"
+                " first, or remove it"
+            )
+        first = dict.fromkeys(found, pattern) | first

@@ -112,8 +112,24 @@ def test_runs_that_have_no_step_in_common_are_not_compared(tmp_path, capsys, run
     (young / "metrics.jsonl").write_text("".join(json.dumps({**row, "step": row["step"] + 4}) + "\n" for row in rows))
     code, text = compared(capsys, run, young)
     assert code == 0
-    assert "Numbers: equal in the 0 steps that both have (the last is 4 of ONE, 8 of OTHER)\n" in text
+    assert "Numbers: not compared, no step is in both (the last is 4 of ONE, 8 of OTHER)\n" in text
     assert text.endswith("Checkpoints: not compared\n  no step has one in both\n")
+
+
+def test_a_checkpoint_that_is_cut_short_is_named_as_left_out(tmp_path, capsys, run):
+    other = Path(shutil.copytree(run, tmp_path / "other"))
+    file = next((other / "checkpoints/step_4").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    code, text = compared(capsys, run, other)
+    assert code == 0
+    assert "OTHER/checkpoints/step_4 is damaged, and not compared\n" in text
+    assert text.endswith("Checkpoints: equal at step 2\n")
+
+
+def test_an_export_is_no_run(capsys, run):
+    assert launch(["compare", str(run), str(run / "export")]) == 2
+    refusal = f"other={run / 'export'}: is no run; it has no environment.json and no checkpoints. Name the folder"
+    assert refusal in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path, capsys, run):

@@ -128,3 +128,17 @@ def test_what_does_not_fit_is_refused(base: Path, lora: Path, tmp_path: Path) ->
     for strength in ([1.0, 2.0], "much"):
         with pytest.raises(ConfigError, match=r"strength=.* must be a number, or have one for each of lora=\['y'\]"):
             MergeArgs(source="x", lora="y", strength=strength, out="z")
+
+
+def test_what_does_not_fit_a_run_is_refused_before_its_export_is_written(base: Path, lora: Path) -> None:
+    before = [(path, path.stat().st_mtime_ns) for run in (base, lora) for path in sorted((run / "export").rglob("*"))]
+    refused = {
+        "dtype=bf16: is for what format= names. Add format=diffusers for": (base, None, "bf16"),
+        "dtype=bf16: is for a network's weights; adapters are written in fp32": (lora, "single", "bf16"),
+        "format=diffusers: from=.* holds adapters, whose formats are peft, single": (lora, "diffusers", None),
+        "format=kohya: from=.* holds a network's weights, whose formats are": (base, "kohya", None),
+    }
+    for message, (run, format, dtype) in refused.items():
+        with pytest.raises(ConfigError, match=message):
+            export(ExportArgs(source=str(run), format=format, dtype=dtype))
+    assert before == [(path, path.stat().st_mtime_ns) for path, _ in before]

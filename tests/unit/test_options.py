@@ -20,6 +20,7 @@ from cascade_train.options import (
     check_blocks,
     check_choice,
     check_fields,
+    check_found,
     check_increasing,
     check_least,
     check_share,
@@ -82,3 +83,14 @@ def test_fields_are_checked_by_their_markers(changes: dict[str, Any], message: s
     check_fields(Marked())
     with pytest.raises(ConfigError, match=message):
         check_fields(Marked(**changes), "part.")
+
+
+def test_an_expression_that_decides_nothing_is_refused() -> None:
+    names = ["text_encoder.q\nold.q", "text_encoder_2.q", "network.q"]
+    check_found("task.ranks", ["encoder_2", "old", "q"], names, "modules")
+    with pytest.raises(ConfigError, match="'encoder_2' decides nothing, 'text_encoder' before it takes all 1 of its"):
+        check_found("task.ranks", ["text_encoder", "encoder_2"], names, "modules")
+    with pytest.raises(ConfigError, match="'q' decides nothing, 'old', 'encoder_2', 'net' before it takes all 3 of"):
+        check_found("task.ranks", ["old", "encoder_2", "net", "q"], names, "modules")
+    with pytest.raises(ConfigError, match="'zz' is found in no name of the 3 modules; they are such as text_en"):
+        check_found("task.ranks", ["zz"], names, "modules")

@@ -54,6 +54,8 @@ def compare(args: CompareArgs) -> int:
     _show("Versions and devices", describe([each for each in find_differences(*starts) if each.key not in PASSING]))
     step, numbers = differing_step(one, other)
     _show("Numbers", *numbers)
+    for path in (path for folder in (one, other) for path in damaged_checkpoints(folder)):
+        sys.stdout.write(f"{path} is damaged, and not compared\n")
     checkpoints = common_checkpoint(one, other, step)
     if checkpoints is None:
         _show("Checkpoints", "  no step has one in both", differing="not compared")
@@ -79,12 +81,20 @@ def differing_step(one: Path, other: Path) -> tuple[int | None, tuple[str, str]]
         lines = [f"  {each.key}: {each.old} and {each.new}{_relative(each.old, each.new)}" for each in found]
         return step, ("\n".join([f"  first at step {step}, of {len(both)} that both have", *lines]), "")
     length = ", ".join(f"{max(each, default=0)} of {folder}" for each, folder in zip(rows, (one, other), strict=True))
-    return None, ("", f"equal in the {len(both)} steps that both have (the last is {length})")
+    equal = f"equal in the {len(both)} steps that both have" if both else "not compared, no step is in both"
+    return None, ("", f"{equal} (the last is {length})")
 
 
 def _metrics(folder: Path) -> dict[int, dict[str, Any]]:
     rows = (row for row in read_rows(folder / "metrics.jsonl", step=int) if "step" in row)
     return {row["step"]: {key: value for key, value in row.items() if key not in CLOCKED} for row in rows}
+
+
+def damaged_checkpoints(run: Path) -> list[Path]:
+    """Return the checkpoints that are not complete."""
+    folder = CheckpointFolder(run / "checkpoints")
+    whole = folder.complete()
+    return [path for step, path in folder.visible().items() if step not in whole]
 
 
 def common_checkpoint(one: Path, other: Path, step: int | None) -> tuple[Path, Path] | None:

@@ -53,6 +53,11 @@ class ExportArgs(WeightsArgs):
         for name in self.formats():
             if name not in known:
                 raise ConfigError(f"format={name} is unknown.{did_you_mean(name, known)}")
+        if self.dtype is not None and not self.formats():
+            raise ConfigError(
+                f"dtype={self.dtype}: is for what format= names. Add format=diffusers for a network's weights; adapters"
+                " are written in fp32."
+            )
         if self.push is not None and (parse_source(self.push) or HubSource("", None, "-")).repo != self.push:
             raise ConfigError(f"push={self.push} is no repository of the hub. Write it user/name.")
         if COMBINED not in self.formats():
@@ -96,6 +101,8 @@ def export(args: ExportArgs) -> int:
         stages = args.source, str(args.decoder), args.codec
         written += exports.export_combined(*stages, out, dtype=args.dtype, allow_any_target=trusted)
     elif of_run:
+        if formats:
+            exports.check_run(source, formats, model=args.model, dtype=args.dtype, allow_any_target=trusted)
         exports.export_run(source, out, step=args.step, average=args.average, allow_any_target=trusted)
     if SINGLE_FILE in formats:
         written += exports.export_single_file(read, out, dtype=args.dtype)

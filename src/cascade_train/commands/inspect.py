@@ -62,9 +62,11 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
         write("captions", args.captions, report.rows())
         told.append(f"{args.captions} has every caption that was read, and where it came from.")
     if args.quarantine is not None:
-        lines = report.quarantine(args.faults)
+        lines, unlisted = report.quarantine(args.faults)
         write("quarantine", args.quarantine, lines)
         told.append(f"{lines.count(chr(10))} samples to leave out: data.quarantine={args.quarantine}")
+        if unlisted:
+            told.append(f"{unlisted} more are not listed: a list has names, and samples that are well have theirs")
     sys.stdout.write("\n".join([*told, ""]))
     return 0
 

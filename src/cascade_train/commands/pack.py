@@ -7,6 +7,7 @@ The tars are read back and compared. The same folder gives the same bytes.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from cascade_train.errors import ConfigError, RunError
 from cascade_train.options import check_least
 
 SHOWN = 20
+_IN_NO_NAME = re.compile(r"[./*?\[\]{}]")
 
 
 @dataclass(kw_only=True)
@@ -28,7 +30,7 @@ class PackArgs:
     samples_per_shard: int = 1000
     """Pictures in one tar."""
     name: str | None = None
-    """How the tars' names begin; null = as the folder is called."""
+    """How the tars' names begin; null = as the folder is called, dots and wildcards as underscores."""
     seed: int | None = None
     """Order of the samples: a number mixes them, so that every tar holds a bit of everything; null = by name."""
     caption_from: str = "file_or_name"
@@ -36,15 +38,18 @@ class PackArgs:
 
     def __post_init__(self) -> None:
         check_least("samples_per_shard", self.samples_per_shard, 1, "it is how many pictures a tar holds.")
-        if self.name is not None and (not self.name or set(self.name) & set("/.*?[{")):
+        if self.name is not None and (not self.name or _IN_NO_NAME.search(self.name)):
             raise ConfigError(f"name={self.name} must be a file name without dots, slashes and wildcards.")
+        if set(str(Path(self.out).expanduser().absolute())) & set("{}"):
+            raise ConfigError(f"out={self.out}: data.urls expands braces in paths; choose a folder without them.")
 
 
 def pack(args: PackArgs) -> int:
     """Write the tars, print what they hold and what was left out, and return 0."""
     from cascade_train.data.tar import packing  # heavy: numpy
 
-    name = Path(args.folder).expanduser().resolve().name.replace(".", "_") if args.name is None else args.name
+    of_folder = _IN_NO_NAME.sub("_", Path(args.folder).expanduser().resolve().name)
+    name = of_folder if args.name is None else args.name
     try:
         options = {key: getattr(args, key) for key in ("caption_from", "samples_per_shard", "seed")}
         packed = packing.pack(args.folder, Path(args.out), name=name, **options)

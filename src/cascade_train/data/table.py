@@ -19,11 +19,11 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 
 from cascade_train.data.index.cache import load_checksums, load_picture_facts
-from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS, Index, combine, first_names, text_checksum
+from cascade_train.data.index.rows import ABSENT, LONGEST_KEY, ROW_FIELDS, Index, combine, first_names, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import FileSource
 from cascade_train.errors import ConfigError
-from cascade_train.files.untrusted import bounded_lines, open_regular, parsing, read_json
+from cascade_train.files.untrusted import MAX_BYTES, bounded_lines, open_regular, parsing, read_json
 from cascade_train.options import File, Order
 
 DELIMITERS = {".csv": ",", ".tsv": "\t", ".jsonl": None, ".ndjson": None}
@@ -33,6 +33,7 @@ METADATA_FILES = ("metadata.jsonl", "metadata.csv")
 """A row for each picture of a folder, as datasets and diffusers read them: `file_name`, and `text` or `caption`."""
 
 TABLE_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("row_start", "<i8"), ("row_bytes", "<i8")]
+csv.field_size_limit(max(MAX_BYTES, csv.field_size_limit()))  # of cells, for the whole process; 128 KiB at first
 _log = logging.getLogger(__name__)
 
 
@@ -179,7 +180,7 @@ class Table(TableSource):
                 f"data.path={path} holds no row with a picture and a caption; {unfilled} lack one of them"
             )
         parts = [load_checksums(path, self._root(path), masks, self._cache_dir)] if any(masks) else []
-        return TableRows(
+        rows = TableRows(
             table=np.array(places, dtype=TABLE_FIELDS),
             keys=np.array([name.encode(errors="replace") for name in names]),
             names=names,
@@ -187,6 +188,21 @@ class Table(TableSource):
             verdicts=np.array(verdicts) if verdicts else np.zeros((len(names), 0)),
             content=combine(np.array(texts), *parts),
         )
+        found = np.array([not name for name in masks]) | (parts[0] != ABSENT) if parts else np.ones(len(masks), bool)
+        return rows if found.all() else self._with_masks(path, rows, masks, found)
+
+    def _with_masks(self, path: Path, rows: TableRows, masks: Sequence[str], found: np.ndarray) -> TableRows:
+        """Leave out rows whose masks are not there; a ConfigError where that is all."""
+        missing = first_names(name for name, there in zip(masks, found.tolist(), strict=True) if not there)
+        if not found.any():
+            raise ConfigError(
+                f"data.path={path}: none of the masks in column {self.mask_column} is there: {missing}; paths are"
+                f" relative to {self._root(path)}, data.root= sets another folder"
+            )
+        _log.warning("%s: left out %d rows whose masks are not there: %s", path, int((~found).sum()), missing)
+        names = [name for name, there in zip(rows.names, found.tolist(), strict=True) if there]
+        kept = {name: getattr(rows, name)[found] for name in ("table", "keys", "verdicts", "content")}
+        return replace(rows, names=names, **kept)
 
     def _usable(self, path: Path, rows: TableRows) -> TableRows:
         usable = super()._usable(path, rows)
@@ -258,7 +274,7 @@ class TableFile:
     def _cell_rows(self, lines: Iterator[str]) -> Iterator[Mapping[str, Any] | None]:
         reader = csv.reader(lines, delimiter=str(self._delimiter), strict=True)
         try:
-            self._columns = next(reader, [])
+            self._columns = next((cells for cells in reader if any(map(str.strip, cells))), [])
             yield None
             for cells in reader:
                 if self._whole and any(cells[len(self._columns) :]):

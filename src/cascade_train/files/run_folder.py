@@ -25,10 +25,12 @@ def is_run(folder: Path) -> bool:
 
 
 def run_named(key: str, name: str) -> Path:
-    """Return the folder of a run that an argument names; a ConfigError where it is none."""
-    if not (Path(name) / "config.yaml").is_file():
-        raise ConfigError(f"{key}={name}: is no run; it has no config.yaml. Name the folder of a run.")
-    return Path(name)
+    """Return the folder of a run that an argument names; a ConfigError where it is none, or an export."""
+    folder, has_config = Path(name), (Path(name) / "config.yaml").is_file()
+    if not has_config or not is_run(folder):
+        lacking = " and no ".join(BESIDE) if has_config else "config.yaml"
+        raise ConfigError(f"{key}={name}: is no run; it has no {lacking}. Name the folder of a run.")
+    return folder
 
 
 def make_folder(out: Path) -> Path:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.lora import TrainedTokens
-from cascade_train.models.text_encoder import TextEncoder
+from cascade_train.models.text_encoder import TextEncoder, token_ids
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ def train_tokens(encoder: TextEncoder, entries: Sequence[Sequence[str | None]]) 
     """Let the rows of the named tokens train, new tokens being added to the tokenizer, and return their table.
 
     The encoder is built, whole (not sharded), without trained tokens. `entries` are those of `task.train_tokens`; a new
-    token without an expression is initialised with zeros. A ConfigError for an entry that is no pair, or an expression
-    that is invalid or matches nothing.
+    token without an expression is initialised with zeros. A ConfigError for an entry that is no pair, an expression
+    that is invalid or matches nothing, or two new tokens that are one to the tokenizer.
     """
     table, old = encoder.module.get_input_embeddings(), set(encoder.tokenizer.get_vocab())
     chosen: dict[str, Tensor] = {}
@@ -82,9 +82,24 @@ def train_tokens(encoder: TextEncoder, entries: Sequence[Sequence[str | None]]) 
                 "or ['^snail', null] for existing ones"
             )
         token, begin = entry
+        if is_new(token) and token in chosen:
+            raise ConfigError(f"task.train_tokens: {token} is named twice; give each new token a name of its own")
         rows = _new_rows(encoder, table, token, begin) if is_new(token) else _existing_rows(encoder, table, token)
         chosen |= {name: row for name, row in rows.items() if name not in chosen}
-    return _replace_table(encoder, table, chosen, {name for name in chosen if name not in old})
+    new = {name for name in chosen if name not in old}
+    _check_read(encoder, sorted(new))
+    return _replace_table(encoder, table, chosen, new)
+
+
+def _check_read(encoder: TextEncoder, new: Sequence[str]) -> None:
+    """Raise a ConfigError for a new token that the tokenizer reads as another, since it ignores case."""
+    for token in new:
+        (ids,) = token_ids(encoder.tokenizer, [token])
+        if (read := encoder.tokenizer.convert_ids_to_tokens(ids)) != [token]:
+            raise ConfigError(
+                f"task.train_tokens: captions with {token} are read as {' '.join(read)}, so it would not train; the"
+                " tokenizer may ignore case: give it another name"
+            )
 
 
 def is_new(token: str) -> bool:

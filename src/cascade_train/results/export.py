@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import write_durably
 from cascade_train.files.hub import push_folder
 from cascade_train.files.run_folder import EXPORT, EXPORTED, exported_step
+from cascade_train.models.family import Family
 from cascade_train.models.formats.export import DTYPES, build_plain_network, save_network
 from cascade_train.models.formats.export_lora import export_lora, merge_all
 from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
@@ -41,6 +42,7 @@ from cascade_train.models.stage import Stage
 from cascade_train.results.find import TrainedModel, find_model, run_of, stored_network, use_codec, whole_pipeline
 from cascade_train.results.paint import Fingerprint, check_same_latents, fit_sizes, load_parts
 from cascade_train.tasks.base import Task
+from cascade_train.tasks.lora import LoRA
 
 log = logging.getLogger(__name__)
 
@@ -238,14 +240,8 @@ def convert(
     """
     network = stored_network(source, model=model, key="from", allow_any_target=allow_any_target)
     is_lora = holds_lora(source)
-    names = {name: LORA_FILES[name] for name in network.family.lora_formats} if is_lora else NETWORK_FILES
-    for name in formats:
-        if name not in names:
-            kind = "adapters" if is_lora else "a network's weights"
-            raise ConfigError(f"format={name}: from={source} holds {kind}, whose formats are {', '.join(names)}.")
+    names = _file_names(source, network.family, formats, dtype, is_lora=is_lora)
     if is_lora:
-        if dtype is not None:
-            raise ConfigError(f"dtype={dtype}: is for a network's weights; adapters are written in fp32. Leave it out.")
         modules = module_shapes(network)
         lora = read_lora(source, key="from", family=network.family, modules=modules, module_filters=module_filters)
         for name in formats:
@@ -260,6 +256,33 @@ def convert(
         if not (has_pipeline and name == "diffusers"):
             _print_error(out / file, save_network(network.family, state, config, out / file, format=name))
     return list(files.values())
+
+
+def _file_names(
+    source: str, family: Family, formats: Sequence[str], dtype: str | None, *, is_lora: bool
+) -> Mapping[str, str]:
+    """Return the file of each format of weights or adapters; a ConfigError for a format or dtype that is not theirs."""
+    names = {name: LORA_FILES[name] for name in family.lora_formats} if is_lora else NETWORK_FILES
+    for name in formats:
+        if name not in names:
+            kind = "adapters" if is_lora else "a network's weights"
+            raise ConfigError(f"format={name}: from={source} holds {kind}, whose formats are {', '.join(names)}.")
+    if is_lora and dtype is not None:
+        raise ConfigError(f"dtype={dtype}: is for a network's weights; adapters are written in fp32. Leave it out.")
+    return names
+
+
+def check_run(
+    run: Path, formats: Sequence[str], *, model: str | None, dtype: str | None, allow_any_target: bool
+) -> None:
+    """Raise a ConfigError, before a run is exported, for what `convert` would refuse of its kind."""
+    cfg = load_saved_config(run, allow_any_target=allow_any_target)
+    is_lora = isinstance(build_component(cfg, "task"), LoRA)
+    if is_lora:  # which may have no export yet
+        family = build_component(cfg, "model").family
+    else:
+        family = stored_network(str(run), model=model, key="from", allow_any_target=allow_any_target).family
+    _file_names(str(run), family, formats, dtype, is_lora=is_lora)
 
 
 def merge(

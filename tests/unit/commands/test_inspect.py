@@ -191,6 +191,32 @@ def test_a_picture_of_two_rows_or_sizes_is_not_its_own_duplicate(tmp_path: Path)
         assert found.twice == twice
 
 
+def test_samples_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, listed = tmp_path / "page.html", tmp_path / "list.jsonl"
+    for folder_name in "cd":
+        (tmp_path / folder_name).mkdir()
+    tars.write(tmp_path / "c/train.tar", tars.samples(range(2)))
+    tars.write(tmp_path / "d/train.tar", tars.samples([2, 1, 0], damaged=[1]))
+    inspected(page, f"data.urls=[{tmp_path}/c/train.tar,{tmp_path}/d/train.tar]", f"quarantine={listed}")
+    text = capsys.readouterr().out
+    assert "5 samples in an epoch, 5 different pictures" in text
+    assert "1 contents come more than once, under several names: train.tar:0000 #1 = train.tar:0000 #2" in text
+    assert "! [20 % of an epoch] 1 cannot be read" in text
+    assert "2 more are not listed: a list has names, and samples that are well have theirs" in text
+    assert listed.read_text() == ""
+
+    write(tmp_path / "a.png", tars.picture())
+    write(tmp_path / "b.png", b"no picture")
+    write(tmp_path / "t.csv", b'image,text\na.png,first\na.png," "\nb.png,one\nb.png,two\n')
+    columns = ("data=csv", f"data.path={tmp_path / 't.csv'}", "data.caption_column=text")
+    inspected(page, *columns, f"quarantine={listed}", "faults=[unreadable,duplicates,empty]")
+    text = capsys.readouterr().out
+    assert "1 captions are empty: t.csv:a.png #2" in text
+    assert "come more than once" not in text
+    assert "1 more are not listed" in text
+    assert [json.loads(line)["sample"] for line in listed.read_text().splitlines()] == ["t.csv:b.png"]
+
+
 def test_repeated_samples_count_once_and_keys_may_come_in_several_tars(tmp_path: Path) -> None:
     for name in ("a", "b"):
         tars.write(tmp_path / f"{name}.tar", tars.samples(range(600 if name == "b" else 5)))

@@ -112,6 +112,7 @@ def test_what_reads_back_differently_never_counts(
         (["folder=root", "out=tars"], "root: no picture can be read: not a picture of a known format", 2),
         (["folder=.", "out=tars", "samples_per_shard=0"], "samples_per_shard=0 must be at least 1: it is how many", 2),
         (["folder=.", "out=tars", "name=a/b"], "name=a/b must be a file name without dots", 2),
+        (["folder=.", "out='a {b,c}'"], "out=a {b,c}: data.urls expands braces in paths; choose a folder", 2),
         (["folder=.", "out=tars", "caption_from=title"], "caption_from=title is unknown; choose one of", 2),
         (["folder=.", "out=/proc/tars"], "out=/proc/tars: ", 1),
         (["folder=."], "out is not set: Folder to write into", 2),
@@ -127,7 +128,22 @@ def test_what_cannot_be_done_is_refused(
     assert launch(["pack", *words]) == code
     told = capsys.readouterr().err
     assert message in told
-    assert "data." not in told
+    assert "data." not in told.replace("data.urls expands", "")
+
+
+def test_brackets_of_a_folder_are_no_wildcards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "set [1] {a,b}/a.png", tars.picture())
+    for code in (0, 2):
+        assert launch(["pack", f"folder='{tmp_path}/set [1] {{a,b}}'", f"out={tmp_path / 'out'}"]) == code
+    assert "holds set _1_ _a,b_-*.tar already" in capsys.readouterr().err
+
+
+def test_repeats_are_lost_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for folder, number in (("once", "1"), ("twice", "2"), ("none", "0")):
+        write(tmp_path / f"root/{folder}/a.png", tars.picture())
+        write(tmp_path / f"root/{folder}/multiply.txt", number)
+    assert launch(["pack", f"folder={tmp_path / 'root'}", f"out={tmp_path / 'out'}"]) == 0
+    assert "tars have no multiply.txt, so 1 pictures come once" in caplog.text
 
 
 def test_a_factor_below_one_leaves_no_picture_out(tmp_path: Path) -> None:

@@ -62,6 +62,13 @@ def test_cells_may_be_quoted_and_span_lines(tmp_path: Path) -> None:
     ]
 
 
+def test_long_cells_and_empty_lines_before_the_columns_are_read(tmp_path: Path) -> None:
+    pictures(tmp_path, "a.png", "b.png")
+    long = "word " * 2**17
+    path = text(tmp_path / "t.csv", f"\r\n \n\nimage,caption\na.png,{long}\n\nb.png,two\n")
+    assert captions(table(path)) == [("a.png", long.strip()), ("b.png", "two")]
+
+
 def test_tabs_and_json_lines_are_tables_too(tmp_path: Path) -> None:
     pictures(tmp_path / "below", "a.png", "b.png")
     tab = text(tmp_path / "t.tsv", "file\ttext\na.png\tone, two\n")
@@ -94,6 +101,18 @@ def test_masks_and_rows_without_captions_as_chosen(tmp_path: Path) -> None:
     assert [source.read(row).mask for row in (0, 1)] == [(tmp_path / "m.png").read_bytes(), None]
     with pytest.raises(ConfigError, match="holds no row with a picture and a caption; 2 lack one of them"):
         table(path).open()
+
+
+def test_rows_whose_masks_are_not_there_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pictures(tmp_path, "a.png", "b.png", "m.png")
+    path = text(tmp_path / "t.csv", "image,mask,caption\na.png,m.png,1\nb.png,none.png,2\nb.png,,3\n")
+    source = table(path, mask_column="mask")
+    assert captions(source) == [("a.png", "1"), ("b.png", "3")]
+    assert f"{path}: left out 1 rows whose masks are not there: none.png" in caplog.text
+    (tmp_path / "m.png").unlink()
+    alone = text(tmp_path / "alone.csv", "image,mask,caption\na.png,m.png,1\n")
+    with pytest.raises(ConfigError, match=r"none of the masks in column mask is there: m.png; paths are relative"):
+        table(alone, mask_column="mask").open()
 
 
 def test_rows_without_pictures_or_captions_are_left_out_and_told(
@@ -170,8 +189,10 @@ def test_a_caption_must_be_text(tmp_path: Path, value: Any) -> None:
 def test_names_that_no_file_can_have_are_pictures_that_are_not_there(tmp_path: Path) -> None:
     pictures(tmp_path, "a.png")
     names = ["a.png", "b\0.png", "\ud800.png", "c" * 5000]
-    lines = "".join(json.dumps({"image": name, "caption": "x", "mask": "m\0"}) + "\n" for name in names)
-    source = table(text(tmp_path / "t.jsonl", lines), mask_column="mask")
+    masked = [{"image": name, "caption": "x", "mask": mask} for name in names for mask in ("m\0", "")]
+    source = table(text(tmp_path / "t.jsonl", "".join(json.dumps(row) + "\n" for row in masked)), mask_column="mask")
     assert len(source.open()) == 1
-    with pytest.raises(UnreadableSampleError, match="its mask is no plain file: embedded null"):
+    (tmp_path / "a.png").unlink()
+    (tmp_path / "a.png").mkdir()
+    with pytest.raises(UnreadableSampleError, match="its image is no plain file: a pipe, a device or a folder"):
         source.read(0)

@@ -134,6 +134,18 @@ def test_embeddings_of_other_adapters_do_not_stay(trained: CascadeUNet, tmp_path
     assert not (tmp_path / "a.embeddings").exists()
 
 
+@pytest.mark.parametrize("name", ["a.embeddings", "embeddings"])
+def test_tokens_beside_a_file_are_said_to_stay_unread(
+    name: str, trained: CascadeUNet, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_token_files(tmp_path / name, stored(trained, tokens=TOKENS))
+    for tokens, warnings in ((None, 1), (TOKENS, 0)):
+        caplog.clear()
+        write_single_file(tmp_path / "a.safetensors", stored(trained, tokens=tokens), {})
+        read_from(str(tmp_path / "a.safetensors"), modules=module_shapes(trained))
+        assert caplog.text.count(f"tokens in {tmp_path / name} are not read; the run") == warnings
+
+
 def test_ranks_and_alphas_that_differ_stay_and_can_be_brought_together(tmp_path: Path) -> None:
     torch.manual_seed(0)
     a1, b1, a2, b2 = torch.randn(2, 24), torch.randn(32, 2), torch.randn(4, 32), torch.randn(128, 4)

@@ -130,6 +130,8 @@ def test_a_new_token_without_an_expression_begins_as_zeros_and_says_so(
         ([["qqqq", None]], r"'qqqq' matches none of the 671 tokens"),
         ([["[star]", "(dog"]], r"'\(dog' is no regular expression"),
         ([["[star]"]], r"\['\[star\]'\] is no pair; write \['\[name\]', '\^dog</w>'\]"),
+        ([["[x]", "^circle</w>"], ["[x]", "^ring</w>"]], r"\[x\] is named twice; give each new token a name of its"),
+        ([["[FERN]", None], ["[fern]", None]], r"captions with .* are read as .*, so it would not train"),
         ([[None, "^dog"]], r"\[None, '\^dog'\] is no pair"),
     ],
 )

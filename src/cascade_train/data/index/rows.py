@@ -202,8 +202,8 @@ def _warn_of_unknown(*, all_known: bool) -> None:
 
 
 def first_names(names: Iterable[str], most: int = 5) -> str:
-    """Return the first different names for a message, and how many more there are."""
-    unique = list(dict.fromkeys(names))
+    """Return the first different names for a message, each printable, and how many more there are."""
+    unique = list(dict.fromkeys(map(printable, names)))
     return ", ".join(unique[:most]) + (f" and {len(unique) - most} more" if len(unique) > most else "")
 
 

@@ -6,6 +6,7 @@ By the index alone: by the size of pictures, or by a list of unreadable samples 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from cascade_train.data.index.row_filter import PASSED, RowFilter, parse_row_filters
-from cascade_train.data.index.rows import Index
+from cascade_train.data.index.rows import Index, first_names
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import bounded_lines, open_regular, read_json
 from cascade_train.redaction import printable
@@ -121,7 +122,10 @@ def _read_names(file: Path) -> Iterator[str]:
 
 
 def quarantine_selection(names: Collection[str], index: Index) -> Selection:
-    """Return which samples are not among the names (as `Index.name` has them), and log how many are not in the data."""
+    """Return which samples are not among the names (as `Index.name` has them), and log how many are not in the data.
+
+    Rows of one name and content are one sample that repeats.
+    """
     colons = ((name, start) for name in names for start, mark in enumerate(name) if mark == ":")
     keys = {name[start + 1 :] for name, start in colons}
     texts = (printable(key.decode(errors="surrogateescape")) for key in index.keys.tolist())
@@ -129,6 +133,10 @@ def quarantine_selection(names: Collection[str], index: Index) -> Selection:
     found = {row: index.name(row) for row in candidates if index.name(row) in names}
     kept = np.ones(len(index), dtype=bool)
     kept[list(found)] = False
+    counts = Counter(name for name, _ in {(name, int(index.content[row])) for row, name in found.items()})
+    if shared := [f"{name} ({count})" for name, count in sorted(counts.items()) if count > 1]:
+        text = "%s: %d names are those of several samples, all of which are left out: %s"
+        _log.warning(text, QUARANTINE, len(shared), first_names(shared))
     if missing := len(names) - len(set(found.values())):
         _log.info("%s: %d of %d names are not in this data.", QUARANTINE, missing, len(names))
     return Selection(kept=kept, reason=f"are listed in {QUARANTINE}")

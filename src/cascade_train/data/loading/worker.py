@@ -119,28 +119,38 @@ class MicroBatches(Dataset[Batch | RunError]):
             if len(skipped) == MAX_STAND_INS:
                 break
             try:
-                raw = self.read(candidate)
-                if raw.key in self._excluded:
-                    continue
-                draws = partial(self._generator, candidate, epoch)
-                caption = self._source.captions_of(candidate)(raw, draws("caption"))
-                framed, tensors = None, raw.tensors  # without a picture, what is made of it is among the tensors
-                if raw.image is not None:
-                    framed = self._framing(raw.image, raw.mask, step.height, step.width, draws)
+                sample = self._made(candidate, epoch, step)
             except UnreadableSampleError as error:
                 skipped.append(Unreadable(self.name(candidate), str(error)))
                 continue
-            if framed is not None and self._transform is not None:
-                tensors = {**tensors, **self._transform(framed.image, draws("transform"))}
-            if framed is not None and framed.mask is not None:
-                tensors = {**tensors, "mask": framed.mask}
-            raw = replace(raw, image=None, mask=None, caption=caption, tensors=tensors)
-            return _Sample(row=candidate, raw=raw, framed=framed, skipped=tuple(skipped))
+            except Exception as error:
+                if candidate == row:
+                    raise
+                raise failure(f"its stand-in {self.name(candidate)}", error) from None
+            if sample is not None:
+                return replace(sample, skipped=tuple(skipped))
         if not skipped:
             raise RunError("left out by a rollback (rolled_back.jsonl), and so is every other sample")
         if not any(map(len, self._stand_ins.values())):
             raise RunError(skipped[0].reason)
         raise RunError(f"unreadable, and so are the samples after it: {by_reason(skipped)}")
+
+    def _made(self, row: int, epoch: int, step: Step) -> _Sample | None:
+        """Read and frame a row; None = it is excluded."""
+        raw = self.read(row)
+        if raw.key in self._excluded:
+            return None
+        draws = partial(self._generator, row, epoch)
+        caption = self._source.captions_of(row)(raw, draws("caption"))
+        framed, tensors = None, raw.tensors  # without a picture, what is made of it is among the tensors
+        if raw.image is not None:
+            framed = self._framing(raw.image, raw.mask, step.height, step.width, draws)
+        if framed is not None and self._transform is not None:
+            tensors = {**tensors, **self._transform(framed.image, draws("transform"))}
+        if framed is not None and framed.mask is not None:
+            tensors = {**tensors, "mask": framed.mask}
+        raw = replace(raw, image=None, mask=None, caption=caption, tensors=tensors)
+        return _Sample(row=row, raw=raw, framed=framed, skipped=())
 
     def _candidates(self, row: int, step: Step) -> Iterator[int]:
         """Yield the row, those of its shape from the next one on, and then all others."""

@@ -17,6 +17,7 @@ from cascade_train.data.buckets import PRESETS, BucketTable
 from cascade_train.data.data_set import Rows
 from cascade_train.data.decoding.decode import decode
 from cascade_train.data.decoding.framing import gray_mask
+from cascade_train.data.index.rows import Index
 from cascade_train.data.sample import UnreadableSampleError
 
 MUCH = 0.1
@@ -75,6 +76,7 @@ class Survey:
     twice: tuple[tuple[str, ...], ...]  # names of pictures with the same content, together
     near: tuple[tuple[str, ...], ...]  # names of pictures that look alike, the largest first
     texts: dict[str, Text]  # name -> caption of those that could be read
+    shared: dict[str, str]  # numbered name -> the name of several samples, as `Index.name` has it
 
     @property
     def captions(self) -> dict[str, str]:
@@ -88,19 +90,21 @@ def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
     The seed is that of the first epoch's captions.
     """
     rows = _different(part)
+    name_of, shared = _unique_names(part.index, rows)
     chosen = rows if read is None else rows[np.unique(np.linspace(0, len(rows) - 1, read).round().astype(np.int64))]
     unreadable, rotated, texts = list[tuple[str, str]](), list[str](), dict[str, Text]()
-    same, looks = defaultdict[bytes, dict[str | bytes, str]](dict), dict[str, tuple[Look, int]]()  # names by picture
+    same, looks = defaultdict[bytes, dict[object, str]](dict), dict[str, tuple[Look, int]]()  # names by picture
     height, width = part.source.bucket_table(part.index).sizes_K2[0].tolist()
     for row in chosen.tolist():
-        name = part.index.name(row)
+        name, pictures = name_of[row], part.index.split_by
         try:
             raw = part.source.read(row)
             if raw.image is not None:
                 content = raw.image.tobytes() if isinstance(raw.image, np.ndarray) else raw.image
                 alike = same[hashlib.blake2b(content, digest_size=16).digest()]
                 is_first = not alike
-                alike.setdefault(name if part.index.split_by is None else part.index.split_by[row], name)
+                shard = int(part.index.table["shard"][row])  # rows of a table may have one picture, two tars one name
+                alike.setdefault((shard, shared.get(name, name)) if pictures is None else pictures[row], name)
                 picture = decode(raw.image, (height, width), max_pixels=part.source.max_pixels)
                 rotated += [name] if picture.rotated else []
                 if raw.mask is not None:
@@ -125,6 +129,7 @@ def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
         twice=tuple(tuple(names.values()) for names in same.values() if len(names) > 1),
         near=_near(looks),
         texts=texts,
+        shared=shared,
     )
 
 
@@ -134,9 +139,21 @@ def _different(part: Rows) -> np.ndarray:
     names = [name for name in table.dtype.names or () if name != "shard"]
     _, shard_of = np.unique(part.index.shards, return_inverse=True)  # of the same name, they count as one
     columns = [*(table[name] for name in names), shard_of[table["shard"]], part.index.keys[rows]]
+    columns.append(part.index.content[rows])  # tars of several folders may have one name
     order = np.lexsort(columns)  # stable: of equal rows the first one comes first
     equals_next = np.logical_and.reduce([column[order][1:] == column[order][:-1] for column in columns])
     return np.sort(rows[order[np.r_[True, ~equals_next]]])
+
+
+def _unique_names(index: Index, rows: np.ndarray) -> tuple[dict[int, str], dict[str, str]]:
+    """Return a name for each row, numbered where several have one; and what `Index.name` has for the numbered ones."""
+    names = [index.name(row) for row in rows.tolist()]
+    number_of, counts, unique, shared = Counter[str](), Counter(names), dict[int, str](), dict[str, str]()
+    for row, name in zip(rows.tolist(), names, strict=True):
+        number_of[name] += 1
+        unique[row] = name if counts[name] == 1 else f"{name} #{number_of[name]}"
+        shared |= {unique[row]: name} if counts[name] > 1 else {}
+    return unique, shared
 
 
 def _near(looks: dict[str, tuple[Look, int]]) -> tuple[tuple[str, ...], ...]:

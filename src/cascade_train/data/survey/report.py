@@ -173,13 +173,20 @@ class Report:
         findings = [_line_of(each) for each in self.findings()]
         return [self.title, *self.log, *self.counts(), *(findings or ["nothing found that is worth a look"])]
 
-    def quarantine(self, faults: Sequence[str]) -> str:
-        """Return the samples of some findings, once each with the first reason, in lines for `data.quarantine`."""
+    def quarantine(self, faults: Sequence[str]) -> tuple[str, int]:
+        """Return the samples of some findings, once each with the first reason, in lines for `data.quarantine`.
+
+        A name of several samples is listed only where all of them are found; and how many others are not listed.
+        """
         reasons: dict[str, str] = {}
         for fault in faults:
             for name, why in self.all_findings[fault].leave_out:
                 reasons.setdefault(name, why)
-        return "".join(json.dumps({"sample": name, "reason": why}) + "\n" for name, why in reasons.items())
+        shared = self.survey.shared
+        needed = {name for numbered, name in shared.items() if numbered not in reasons}
+        listed = {shared.get(name, name): why for name, why in reasons.items() if shared.get(name) not in needed}
+        lines = "".join(json.dumps({"sample": name, "reason": why}) + "\n" for name, why in listed.items())
+        return lines, sum(shared.get(name) in needed for name in reasons)
 
     def rows(self) -> str:
         """Return a line of JSON for each caption: its sample, what it is, where it came from, and its tokens."""

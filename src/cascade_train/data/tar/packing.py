@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
 import itertools
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +18,7 @@ from PIL import Image
 
 from cascade_train.data.decoding.decode import decode, to_rgb
 from cascade_train.data.folder import Folder
-from cascade_train.data.index.pictures import PictureFile
+from cascade_train.data.index.pictures import MULTIPLY, PictureFile
 from cascade_train.data.order.plan import permutation
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.tar.members import IMAGE_EXTENSIONS, write_tar
@@ -24,6 +26,7 @@ from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError, RunError
 
 UNFINISHED = ".packing-"  # with the name: a folder in the target, for the tars until they have been read back
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,7 @@ def pack(
         row_filters=None,
     )
     out.mkdir(parents=True, exist_ok=True)
-    if any(out.glob(f"{name}-*.tar")):
+    if any(out.glob(f"{glob.escape(name)}-*.tar")):
         raise ConfigError(f"out={out} holds {name}-*.tar already: remove them, or choose another folder or name")
     unfinished = out / f"{UNFINISHED}{name}"
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -89,7 +92,11 @@ class _Once(Folder):
 
     def usable(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
         """See `Folder.usable`."""
-        return [replace(file, factor=float(file.factor > 0)) for file in super().usable(found, others)]
+        usable = super().usable(found, others)
+        if repeated := sum(file.factor not in (0, 1) for file in usable):
+            text = "%s: tars have no %s, so %d pictures come once: pack those of one number by themselves, and set %s"
+            _log.warning(text, self.path, MULTIPLY, repeated, "data.repeats of data=mixture")
+        return [replace(file, factor=float(file.factor > 0)) for file in usable]
 
 
 def check_tars(tars: list[Path], digests: Mapping[str, bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,7 @@ _MISFIT = "its tensors are not those of the adapted modules"
 DIFFUSERS_HEADER = "lora_adapter_metadata"
 _PEFT_PREFIX = "base_model.model."
 _ALPHA, _RANK = "lora_alpha", "r"  # of every adapter of a peft folder, from its configuration
+_log = logging.getLogger(__name__)
 
 
 def write_single_file(path: Path, lora: StoredLora, metadata: Mapping[str, str]) -> None:
@@ -172,6 +174,10 @@ def read_lora(
         numbered = family.read_numbered_lora(header, tensors, modules, module_filters, origin)
         lora = numbered or _read_by_name(family, header, tensors, modules, origin)
     _check_fit(lora, modules, origin)
+    path = Path(source).expanduser()
+    beside = [folder for name in (f"{path.stem}.embeddings", "embeddings") if (folder := path.with_name(name)).is_dir()]
+    if path.is_file() and beside and lora.tokens is None and lora.tokens_2 is None:
+        _log.warning("%s: tokens in %s are not read; the run, or its export/lora, holds them too", origin, beside[0])
     if lora.spec.base_size is None:
         lora = replace(lora, spec=replace(lora.spec, base_size=_size_of(family, modules)))
     return lora
@@ -181,6 +187,8 @@ def _read_adapters(source: str, key: str) -> tuple[dict[str, str], dict[str, Ten
     """Return header and tensors of a file, or of a peft folder and the folders in it as if they were one file."""
     path = Path(source).expanduser()
     path = find_part(path, "lora", key) if path.is_dir() else path
+    if path.name == ADAPTER_FILE and (path.parent / ADAPTER_CONFIG).is_file():
+        path = path.parent  # alphas and ranks lie beside the file
     if not path.is_dir():
         return read_tensors(path, key, what="adapter file")
     header, tensors = _read_peft(path, key, prefix="")

@@ -21,6 +21,7 @@ from cascade_train.data.index.rows import (
     changed_content,
     changed_rows,
     changed_samples,
+    first_names,
     split,
 )
 from cascade_train.data.mixture import Mixture, Regularised
@@ -246,3 +247,7 @@ def test_a_share_out_of_range_is_refused(share: float) -> None:
 def test_an_empty_side_is_refused() -> None:
     with pytest.raises(ConfigError, match="validate.share=0.001 of 3 samples leaves 3 to train on and 0 held out"):
         split(index_of(KEYS[:3]), 0.001)
+
+
+def test_names_in_messages_can_be_written() -> None:
+    assert first_names(["a", "\ud83d.png", "a", "c", "d"], 2) == "a, \\ud83d.png and 2 more"

@@ -168,6 +168,16 @@ def test_rows_are_found_by_shard_and_key(caplog: pytest.LogCaptureFixture) -> No
     assert quarantine_selection(set(), index).kept.all()
 
 
+def test_a_name_of_several_samples_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    table, keys = np.zeros(5, dtype=ROW_FIELDS), np.array([b"1", b"2", b"1", b"2", b"2"])
+    table["shard"] = [0, 0, 1, 1, 1]
+    index = Index(shards=("a", "a"), table=table, keys=keys, content=np.array([5, 6, 5, 7, 7], dtype=np.uint64))
+    assert quarantine_selection({"a:1"}, index).kept.tolist() == [False, True, False, True, True]
+    assert caplog.text == ""  # a sample that repeats
+    quarantine_selection({"a:1", "a:2"}, index)
+    assert "1 names are those of several samples, all of which are left out: a:2 (2)" in caplog.text
+
+
 def test_listed_samples_take_no_part_and_the_others_keep_their_side(tmp_path: Path) -> None:
     before = open_data_set(shapes(samples=60), share=0.2, held_out=None)
     assert before.held_out is not None

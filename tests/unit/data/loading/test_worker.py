@@ -20,6 +20,7 @@ from cascade_train.batch import Batch, sample_seed
 from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.loading import worker as worker_module
 from cascade_train.data.loading.feed import Loader
+from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import Source
 from cascade_train.errors import RunError
@@ -75,6 +76,18 @@ def test_a_transform_that_fails_names_the_sample(tar: Path) -> None:
     source = tars.webdataset(tar)
     with loading(source, transform=fail) as loader, pytest.raises(RunError, match="sample a.tar:.*edges"):
         next(loader)
+
+
+def test_a_stand_in_that_fails_is_named_beside_the_sample(tar: Path) -> None:
+    def fail(image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
+        raise KeyError("edges")
+
+    source = tars.webdataset(tar)
+    index = source.open()
+    batches = worker_module.MicroBatches(source, index, {(16, 16): np.arange(len(index))}, 0, transform=fail)
+    with pytest.raises(RunError, match=r"^sample a.tar:0008: its stand-in a.tar:0009: .*edges") as caught:
+        raise batches[Step(rows=np.array([8]), epochs=np.array([0]), height=16, width=16)]  # type: ignore[misc]
+    assert 'raise KeyError("edges")' in caught.value.__notes__[0]
 
 
 def test_sizes_and_crops_are_in_pixels_of_the_whole_upright_picture(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from cascade_train.errors import ConfigError
 from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.export_lora import save_lora
-from cascade_train.models.formats.lora_files import ADAPTER_CONFIG, SINGLE_FILE, write_single_file
+from cascade_train.models.formats.lora_files import ADAPTER_CONFIG, ADAPTER_FILE, SINGLE_FILE, write_single_file
 from cascade_train.models.lora import LoraSpec, StoredLora, lora_spec
 from tests.unit.models.small_networks import empty_network, load_lora, predict, small_network
 from tests.unit.models.test_lora_formats import adapted, stored
@@ -36,7 +36,9 @@ def run(trained: CascadeUNet, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("inside", [".", "export", "export/lora", f"export/lora/{SINGLE_FILE}"])
+@pytest.mark.parametrize(
+    "inside", [".", "export", "export/lora", f"export/lora/{SINGLE_FILE}", f"export/lora/{ADAPTER_FILE}"]
+)
 def test_an_exported_adapter_predicts_what_the_trained_one_did(run: Path, trained: CascadeUNet, inside: str) -> None:
     network = small_network()
     spec = load_lora(network, str(run / inside))
