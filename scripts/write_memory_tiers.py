@@ -71,6 +71,7 @@ SHORT = {
     "train.master_weights": "bf16 weights",
     "train.base_weights": "8-bit base",
     "parallel.cpu_offload": "offload",
+    "checkpoint.asynchronous": "saves that wait",
 }
 """Savings, as the table has them."""
 

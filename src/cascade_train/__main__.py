@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import cascade_train
 from cascade_train.signals import set_handlers, stop_at_once
@@ -25,13 +26,23 @@ def main() -> None:
         sys.path.append(str(Path.cwd()))  # modules of a user's own, which `python -m` finds without this
     if not is_training(sys.argv[1:]):
         gc.set_threshold(GC_THRESHOLD)
-        sys.exit(launch(sys.argv[1:]))
+        leave(launch(sys.argv[1:]))
     set_handlers(stop_at_once)
     gc.disable()  # assembly.run enables it
     code = launch(sys.argv[1:])
     set_handlers(lambda *_: os._exit(code))  # the run has ended: no signal changes its exit code any more
     gc.unfreeze()  # else libraries report what they could not free
     gc.disable()  # Python collects twice more as it exits, whether or not this is enabled
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process; at once where an error left it in a group of GPUs, whose destructor waits for other ranks."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

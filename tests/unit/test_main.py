@@ -109,3 +109,25 @@ def test_a_module_in_the_current_folder_is_found_by_the_console_script(
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert re.search(message, result.stderr)
+
+
+LEFT = """
+import atexit, sys
+import torch.distributed as dist
+from cascade_train import __main__ as entry
+
+if sys.argv[1] == "in a group":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+atexit.register(print, "waits for others")
+entry.launch = lambda argv: print("reported", end=" ") or 3
+sys.argv[1:] = sys.argv[2:]
+entry.main()
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_a_process_that_an_error_left_in_its_group_ends_at_once(command: str):
+    python = warm_programs() / "python"
+    for group, output in (("in a group", "reported "), ("alone", "reported waits for others\n")):
+        end = subprocess.run([python, "-c", LEFT, group, command], capture_output=True, text=True, check=False)
+        assert (end.returncode, end.stdout) == (3, output), end.stderr

@@ -230,12 +230,16 @@ def build_trainer(
         loss_plot=LossPlot(directory=run.samples, device=world.device, is_main=world.is_main),
         loss_curve=LossCurve(run.metrics_path, is_main=world.is_main),
         unreadable=UnreadableList(run.quarantine, rank=world.rank, met=feed.skipped),
-        stopping=Stopping(
-            signals=signals, limit=TimeLimit(max_hours=cfg.run.max_hours), timeout_seconds=cfg.run.timeout_seconds
-        ),
+        stopping=Stopping(signals=signals, limit=_time_limit(cfg), timeout_seconds=cfg.run.timeout_seconds),
         heartbeat=heartbeat,
         spikes=None if factor is None else SpikeWatch(factor=factor, window_steps=window_steps),
     )
+
+
+def _time_limit(cfg: DictConfig) -> TimeLimit:
+    """Return the limit of a run whose cadences count steps; it remembers the last validation and the last samples."""
+    between = [each.every_steps for each in (cfg.validate, cfg.sample) if each.every_steps is not None]
+    return TimeLimit(max_hours=cfg.run.max_hours, remembered=max([TimeLimit.REMEMBERED, *between]) + 1)
 
 
 def in_steps(cfg: DictConfig, feed: Feed) -> DictConfig:

@@ -29,6 +29,7 @@ from cascade_train.config.schema import COMPONENTS, ParallelMode, Precision, Roo
 from cascade_train.config.schema_outputs import TrackerName
 from cascade_train.config.targets import check_targets, class_constant, components_in, is_component
 from cascade_train.errors import ConfigError, install_hint
+from cascade_train.files.run_folder import is_run
 from cascade_train.options import AUTO
 
 EXTRAS = {
@@ -232,7 +233,8 @@ def _check_run(root: Root) -> None:
             "Nothing ends this run: set train.max_steps, train.max_epochs or data.num_examples_to_see, "
             "e.g. train.max_steps=10000."
         )
-    if root.run.resume not in {"auto", "never"} and not Path(root.run.resume).exists():
+    begins = not is_run(Path(root.run.dir))  # one that goes on may have outlived the checkpoint that it began from
+    if begins and root.run.resume not in {"auto", "never"} and not Path(root.run.resume).exists():
         raise ConfigError(f"run.resume={root.run.resume} must be auto, never, or the path of a checkpoint that exists.")
     if root.rollback.enabled and root.checkpoint.every_steps is None and root.checkpoint.every_epochs is None:
         raise ConfigError(

@@ -60,7 +60,8 @@ def process_group() -> Iterator[World]:
     """Join the process group that torchrun describes, or make one of a single rank. Collective.
 
     On CUDA, tensors on the host go through gloo and tensors on the device through nccl.
-    After an error the group is left without the final barrier, which the other ranks may never reach.
+    After an error the group is left without the final barrier, which the other ranks may never reach. On several CUDA
+    ranks it is not left then: nccl would first wait for kernels that need the others. `__main__` ends such a process.
     """
     if dist.is_initialized():
         raise RunError(
@@ -69,11 +70,14 @@ def process_group() -> Iterator[World]:
         )
     allow_tf32()
     world = _join()
+    leaves = world.device.type != "cuda" or world.ranks == 1
     try:
         yield world
         dist.barrier()
+        leaves = True
     finally:
-        dist.destroy_process_group()
+        if leaves:
+            dist.destroy_process_group()
 
 
 def _join() -> World:

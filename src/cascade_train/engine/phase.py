@@ -258,6 +258,11 @@ class BoundPhase:
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
         for group, ours in zip(self.optimizer.param_groups, configured, strict=True):
             group.update(ours)
+        updated = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for number, each in states.items():
+            own = self.optimizer.state[updated[number]]
+            recast = {k: v for k, v in each.items() if isinstance(v, Tensor) and v.dtype != own[k].dtype}
+            own |= {k: v.to(own[k].device) for k, v in recast.items()}  # torch gave them the dtype of the weights
 
 
 def checked_loss(phase: Phase, prepared: Any) -> StepOutput:

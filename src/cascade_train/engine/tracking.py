@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -29,7 +31,7 @@ from cascade_train.signals import STOP_SIGNALS
 log = logging.getLogger(__name__)
 
 MOST_WAITING, SECONDS = 1000, 60.0
-"""Pending calls above which the run waits for the tracker, and how long it waits for one of them to end."""
+"""Pending calls above which the run waits for the tracker; how long for one of them, and at the end for all."""
 
 
 class Tracker:
@@ -69,10 +71,10 @@ class Tracker:
         self._send(self._calls.alert, title, redact(text))
 
     def finish(self) -> None:
-        """Send what is left and close; later calls do nothing."""
+        """Send what is left and close, within `SECONDS`; later calls do nothing."""
         calls, self._calls = self._calls, Calls()
         self._send(calls.finish)
-        self._wait(0)
+        self._wait(0, until=time.monotonic() + SECONDS)
         if not self._sent:
             self._sender.end()
 
@@ -81,13 +83,14 @@ class Tracker:
             self._sent.append(self._sender.begin(partial(self._try, send, *args)))
             self._wait(MOST_WAITING)
 
-    def _wait(self, most: int) -> None:
-        """Wait until at most this many calls are pending; give up on a tracker that hangs."""
+    def _wait(self, most: int, *, until: float = math.inf) -> None:
+        """Wait until at most this many calls are pending, or a time; give up on a tracker that takes longer."""
         while self._sent and (len(self._sent) > most or self._sent[0].done()):
+            seconds = 0.0 if self.failed else max(min(SECONDS, until - time.monotonic()), 0.0)
             try:
-                self._sent[0].result(0.0 if self.failed else SECONDS)
+                self._sent[0].result(seconds)
             except TimeoutError:
-                self._fail(f"it has not answered for {SECONDS:.0f} s")
+                self._fail(f"what it was sent has not ended within {SECONDS:.0f} s")
                 return
             self._sent.popleft()
 

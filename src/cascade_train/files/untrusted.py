@@ -143,10 +143,10 @@ def bounded_lines(file: BinaryIO, origin: str) -> Iterator[bytes]:
         yield line
 
 
-def read_rows(path: Path, **kinds: ValueType) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of the lines that can be read, without values of other types than `kinds`."""
+def read_rows(path: Path, part: bytes = b"", /, **kinds: ValueType) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of the lines with `part` that can be read, without values of other types than `kinds`."""
     with suppress(ConfigError):
-        for line in read_lines(path):
+        for line in (each for each in read_lines(path) if part in each):
             with suppress(ValueError):
                 row = read_json(line)
                 if isinstance(row, dict):

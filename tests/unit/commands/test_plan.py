@@ -83,11 +83,21 @@ def test_checkpoints_in_epochs_are_counted_in_steps(capsys):
 
 def test_what_lies_on_the_host_is_said(capsys):
     own = ("task=finetune", "model=c_tiny", "samples=false", "train.precision=bf16")
-    assert "Host" not in planned(capsys, *own)
-    found = json.loads(planned(capsys, *own, "parallel.cpu_offload=true", "json=true"))
-    trained = found["parameters"]["network"][1]
-    assert found["host_bytes"] == pytest.approx(16 * trained, rel=0.03), "fp32 weights, gradients and moments"
-    assert "Host     0.0" in planned(capsys, *own, "ema.decay=0.9", "ema.device=cpu")
+    waiting = "checkpoint.asynchronous=false"
+    assert "Host" not in planned(capsys, *own, waiting)
+    assert "GB of each rank: copies for asynchronous saves, and averages or weights" in planned(capsys, *own)
+
+    def of(*more: str) -> float:
+        found = json.loads(planned(capsys, *own, *more, "json=true"))
+        return found["host_bytes"] / found["parameters"]["network"][1]
+
+    offloaded, average = "parallel.cpu_offload=true", ("ema.decay=0.9", "ema.device=cpu")
+    both = (*average, "ema.post_hoc=[0.1,0.2]", "checkpoint.keep_last=null")
+    assert of(offloaded, waiting) == pytest.approx(16, rel=0.03), "fp32 weights, gradients and moments"
+    assert of(offloaded) == pytest.approx(16 + 12, rel=0.03), "and copies of all but gradients"
+    assert of(offloaded, "ranks=4") == pytest.approx(16 + 12 / 4, rel=0.03), "each rank writes its part"
+    assert of(*average, waiting) == pytest.approx(4 + 4, rel=0.03), "the average, and the weights that update it"
+    assert of(*both, waiting) == pytest.approx(3 * 4 + 2 * 4, rel=0.03)
 
 
 def test_a_run_in_fp32_has_the_speed_of_tf32(capsys):

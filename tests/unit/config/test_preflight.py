@@ -131,6 +131,12 @@ def test_what_can_train_passes(tiny: DictConfig, values: dict[str, object]):
     preflight(changed(tiny, values), ranks=1)
 
 
+def test_a_run_that_goes_on_may_have_lost_where_it_began(tiny: DictConfig, tmp_path: Path):
+    for name in ("config.yaml", "environment.json"):
+        (tmp_path / name).touch()
+    preflight(changed(tiny, {"run.resume": "/absent", "run.dir": str(tmp_path)}), ranks=1)
+
+
 def test_component_outside_the_allowed_packages_needs_a_word(tiny: DictConfig):
     tiny.optimizer.algorithm = {"_target_": "textwrap.dedent", "_partial_": True}
     with pytest.raises(ConfigError, match="names the package 'textwrap'"):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cascade_train.distributed import process_group as module
-from cascade_train.distributed.process_group import build_mesh, mesh_shape, own_device, process_group
+from cascade_train.distributed.process_group import World, build_mesh, mesh_shape, own_device, process_group
 from cascade_train.errors import ConfigError, RunError
 from tests.slurm.cluster import free_ports
 from tests.warm.programs import warm_programs
@@ -151,6 +151,23 @@ def test_the_group_is_left_after_an_error_too():
     with pytest.raises(RunError, match="torn"), process_group():
         raise RunError("torn")
     assert not dist.is_initialized()
+
+
+def test_several_gpus_do_not_wait_for_each_other_after_an_error_alone(monkeypatch):
+    ends = []
+    monkeypatch.setattr(module.dist, "barrier", lambda: ends.append("met"))
+    monkeypatch.setattr(module.dist, "destroy_process_group", lambda: ends.append("left"))
+    for kind, ranks, left in (("cuda", 2, []), ("cuda", 1, ["left"]), ("cpu", 2, ["left"])):
+        world = World(rank=0, ranks=ranks, machine_ranks=ranks, device=torch.device(kind))
+        monkeypatch.setattr(module, "_join", lambda world=world: world)
+        ends.clear()
+        with pytest.raises(RunError, match="torn"), process_group():
+            raise RunError("torn")
+        assert ends == left
+        ends.clear()
+        with process_group():
+            pass
+        assert ends == ["met", "left"]
 
 
 def test_deterministic_switch_is_torchs_own(monkeypatch):

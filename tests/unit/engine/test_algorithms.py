@@ -55,6 +55,23 @@ def test_it_learns_and_resumes_to_the_bit(world, tmp_path, monkeypatch, option, 
         assert same(weights(phase), weights(fresh))
 
 
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_weight_that_no_gradient_reached_resumes_without_state(world, tmp_path, monkeypatch, option):
+    mesh, store = build_mesh(world, (1, 1)), CheckpointStore(tmp_path)
+    whole = Small.forward
+    monkeypatch.setattr(Small, "forward", lambda self, inputs: self.last(self.wide(inputs).relu()))
+    phase = bound(option, mesh)
+    train(phase, range(1, 3))
+    path = store.save(2, {"phases": {"main": phase.state_dict()}}, {})
+    resumed = bound(option, mesh)
+    state = {"phases": {"main": resumed.state_dict()}}
+    store.load(path, state)
+    resumed.load_state_dict(state["phases"]["main"])
+    monkeypatch.setattr(Small, "forward", whole)  # it is used from now on
+    assert train(phase, range(3, 6)) == train(resumed, range(3, 6))
+    assert same(weights(phase), weights(resumed))
+
+
 @pytest.mark.parametrize("moved", ["matrices to all", "all to matrices"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_it_continues_where_other_weights_decay(world, tmp_path, option, moved):

@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import threading
+import time
+import weakref
 
 import pytest
 import torch
@@ -264,6 +266,18 @@ def test_all_pieces_are_done_in_order_by_one_thread():
     assert len({id(thread) for _, thread in done}) == 1
     background.end()
     assert not done[0][1].is_alive()
+
+
+def test_a_piece_that_is_done_holds_no_memory_while_the_thread_waits():
+    background, held = Background(name="beside"), torch.ones(3)
+    piece, seen = background.begin(lambda held=held: held.sum()), weakref.ref(held)
+    piece.result()
+    del held
+    deadline = time.monotonic() + 10
+    while seen() is not None and time.monotonic() < deadline:  # the result comes just before
+        time.sleep(0.01)
+    assert seen() is None
+    background.end()
 
 
 def test_a_piece_that_fails_is_told_to_who_waits_and_the_next_is_done():

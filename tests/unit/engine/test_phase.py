@@ -9,6 +9,7 @@ from cascade_train.distributed.process_group import build_mesh
 from cascade_train.engine.checkpoint.writing import Background
 from cascade_train.engine.phase import Ema, gather_samples
 from cascade_train.tasks.base import StepOutput
+from tests.unit.engine.test_optimizer import bound
 
 
 def build(world, **changes):
@@ -113,3 +114,22 @@ def test_samples_of_all_outputs_are_gathered(world):
     for name in ("logsnr", "parts"):
         assert torch.equal(gathered[name], torch.cat([each.report[name] for each in outputs]))
     assert all(value.is_contiguous() for value in gathered.values())
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer of a user's own, whose whole numbers fp32 would round."""
+
+    def step(self, closure=None):
+        super().step()
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            self.state[parameter]["seen"] = torch.full((2,), 2**24 + 1)
+
+
+def test_state_of_an_optimizer_is_restored_in_its_own_dtype(world):
+    before, after = (bound(Counting, None, network=nn.Sequential(nn.Linear(3, 3))) for _ in range(2))
+    before.phase.loss(torch.randn(5, 3)).square().sum().backward()
+    before.clip()
+    before.update(1, 10, torch.tensor(0.0))
+    after.load_state_dict(before.state_dict())
+    found = after.state_dict()["optimizer"]["state"]
+    assert [each["seen"].tolist() for each in found.values()] == [[2**24 + 1] * 2] * 2

@@ -220,8 +220,20 @@ def test_a_tracker_that_hangs_is_left_behind(world, tmp_path, wandb, monkeypatch
     tracker.finish()
     assert time.monotonic() - begun < 5.0
     hung.set()
-    assert caplog.text.count("The tracker failed (it has not answered for 0 s)") == 1
+    assert caplog.text.count("The tracker failed (what it was sent has not ended within 0 s)") == 1
     assert wandb.of("finish") == []
+
+
+def test_a_slow_tracker_does_not_hold_up_the_end(world, tmp_path, wandb, monkeypatch, caplog):
+    tracker = build("wandb", tmp_path)
+    monkeypatch.setattr(tracking, "SECONDS", 0.5)
+    wandb.run.log = lambda values: time.sleep(0.2)
+    for step in range(1, 50):
+        tracker.log({"loss": 0.5}, step)
+    begun = time.monotonic()
+    tracker.finish()
+    assert time.monotonic() - begun < 5.0
+    assert "The tracker failed (what it was sent has not ended within 0 s)" in caplog.text
 
 
 def test_a_run_does_not_wait_for_a_slow_tracker_and_its_calls_keep_their_order(world, tmp_path, wandb, monkeypatch):

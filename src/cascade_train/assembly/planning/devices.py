@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,16 +71,24 @@ class Budget:
 
 
 def free_host_bytes() -> int:
-    """Return the free memory of this machine, or of this job's limit (cgroup v2)."""
-    system, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    """Return the free memory of this machine, or what a limit of this job's leaves (cgroup v2)."""
+    system = Path("/proc/meminfo")
     if not system.is_file():  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = next(int(line.split()[1]) * 1024 for line in system.read_text().splitlines() if "MemAvailable" in line)
-    most, taken, parts = (group / f"memory.{name}" for name in ("max", "current", "stat"))
-    if not most.is_file() or (limit := most.read_text().strip()) == "max":
-        return free
-    cached = next(int(line.split()[1]) for line in parts.read_text().splitlines() if line.startswith("inactive_file"))
-    return min(free, int(limit) - int(taken.read_text()) + cached)
+    return min([free, *_left_by_limits()])
+
+
+def _left_by_limits() -> Iterator[int]:
+    """Yield the bytes that each limit leaves: of this process's control group, and of those around it."""
+    entries, root = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+    lines = entries.read_text().splitlines() if entries.is_file() else []
+    own = root / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    for group in (own, *own.parents):
+        most, taken, parts = (group / f"memory.{name}" for name in ("max", "current", "stat"))
+        if most.is_file() and (limit := most.read_text().strip()) != "max":
+            cached = (line.split()[1] for line in parts.read_text().splitlines() if line.startswith("inactive_file"))
+            yield int(limit) - int(taken.read_text()) + int(next(cached))
 
 
 def as_gb(count: float) -> str:

@@ -41,7 +41,7 @@ TIERS_GB = (16, 24, 48, 80)
 BOUND = ("optimizer.algorithm", "train.master_weights", "train.base_weights")
 """Keys that a choice sets and on which the checkpoints of a run depend."""
 
-CHOSEN = ("ema.device", "activation_checkpointing", "parallel.cpu_offload", *BOUND)
+CHOSEN = ("ema.device", "activation_checkpointing", "parallel.cpu_offload", "checkpoint.asynchronous", *BOUND)
 """Keys that a choice sets, beside the micro-batch size."""
 
 Values = dict[str, Any]
@@ -150,7 +150,7 @@ def choose(cfg: DictConfig, budget: Budget) -> Choice:
     tried: list[Choice] = []
     for saving in [{}, *_free(exact_savings(cfg, budget), cfg, budget)]:
         choice = _computed(cfg, {**values, **saving}, budget, sizes)
-        if saving and choice.layout.host_bytes() > budget.host_bytes:
+        if saving and not _host_takes(choice.layout, budget):
             continue
         values = choice.values
         tried.append(choice)
@@ -166,7 +166,7 @@ def choose(cfg: DictConfig, budget: Budget) -> Choice:
             return tried[-1]
     for saving in _free(offloading(cfg, budget), cfg, budget):
         choice = _computed(cfg, {**values, **saving}, budget, sizes)
-        tried += [choice] if choice.layout.host_bytes() <= budget.host_bytes else []
+        tried += [choice] if _host_takes(choice.layout, budget) else []
     return min(tried, key=lambda choice: choice.bytes)
 
 
@@ -194,8 +194,13 @@ def _computed(cfg: DictConfig, values: Values, budget: Budget, sizes: Sequence[i
     limit = budget.usable_bytes(cfg.memory.budget_gb)
     size = layout.largest(limit, sizes, share) or sizes[0]
     need = layout.total(size, share // size)
-    fits = need <= limit and layout.host_bytes() <= budget.host_bytes
+    fits = need <= limit and _host_takes(layout, budget)
     return Choice(values=values, micro_batch_size=size, bytes=need, fits=fits, whole=whole, layout=layout, steps=steps)
+
+
+def _host_takes(layout: Memory, budget: Budget) -> bool:
+    """Return whether what lies on the host fits there beside copies for saves, which alone decide nothing."""
+    return not layout.on_host or layout.host_bytes() <= budget.host_bytes
 
 
 def exact_savings(cfg: DictConfig, budget: Budget) -> Iterator[Values]:
@@ -221,11 +226,13 @@ def rounding_savings(cfg: DictConfig) -> Iterator[Values]:
 
 
 def offloading(cfg: DictConfig, budget: Budget) -> Iterator[Values]:
-    """Yield weights and optimizer on the host, unless the algorithm refuses that."""
+    """Yield weights and optimizer on the host, unless the algorithm refuses that; then without copies for saves."""
     target = (cfg.optimizer.get("algorithm") or {}).get("_target_")
     needs_whole = bool(target and class_constant(target, "needs_whole"))
     if budget.on_cuda and not needs_whole and not cfg.parallel.cpu_offload:
         yield {"parallel.cpu_offload": True}
+        if cfg.checkpoint.asynchronous:
+            yield {"parallel.cpu_offload": True, "checkpoint.asynchronous": False}
 
 
 def _builds_network(cfg: DictConfig) -> bool:

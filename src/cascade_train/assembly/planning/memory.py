@@ -64,6 +64,7 @@ class Memory:
         ranks: over how many weights are split.
         gathered: bytes that a rank gathers at once where they are.
         on_host: labels in host memory.
+        copies: bytes in host memory of what is saved beside the loop, of all ranks until `over_ranks` divides them.
         context: bytes beside all tensors.
     """
 
@@ -72,6 +73,7 @@ class Memory:
     ranks: int = 1
     gathered: int = 0
     on_host: frozenset[str] = frozenset()
+    copies: int = 0
     context: int = CONTEXT_BYTES
 
     def over(self, ranks: int) -> Memory:
@@ -104,8 +106,8 @@ class Memory:
         return sum(self.peak(micro_batch_size, accumulated).values())
 
     def host_bytes(self) -> int:
-        """Return the bytes of what lies in host memory."""
-        return round(sum(float(self.fixed[name].max()) for name in self.on_host if name in self.fixed))
+        """Return the bytes of what lies in host memory, and of copies for saves."""
+        return self.copies + round(sum(float(self.fixed[name].max()) for name in self.on_host if name in self.fixed))
 
     def largest(self, limit_bytes: float, sizes: Sequence[int], samples: int) -> int | None:
         """Return the largest of some micro-batch sizes, which rise, whose peak is within a limit; None = none is.
@@ -125,7 +127,7 @@ class Memory:
 
 def over_ranks(cfg: DictConfig, memory: Memory, ranks: int, *, machine_ranks: int, device_gb: float) -> Memory:
     """Return a rank's memory when the run's mode shards the weights over this many ranks."""
-    mode = cfg.parallel.mode.value
+    mode, memory = cfg.parallel.mode.value, dataclasses.replace(memory, copies=-(-memory.copies // ranks))
     if cfg.parallel.cpu_offload and (mode in ("single", "ddp") or ranks == 1):
         return memory.over(1)
     if mode == "hsdp":
@@ -154,9 +156,23 @@ def memory_of(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, Rehears
         steps = rehearse(bare, parts, batches, on_cuda=on_cuda)
         _REHEARSED[key] = between(steps, sizes=SIZES), steps
     memory, steps = _REHEARSED[key]
-    on_host = set(STATE) if cfg.parallel.cpu_offload else {AVERAGE} if cfg.ema.device is not None else set()
-    context = CONTEXT_BYTES if on_cuda else 0
-    return dataclasses.replace(memory, gathered=steps.gathered, on_host=frozenset(on_host), context=context), steps
+    on_host, fixed = set(STATE) if cfg.parallel.cpu_offload else set[str](), memory.fixed
+    if cfg.ema.device is not None and not on_host and AVERAGE in fixed:
+        on_host = {AVERAGE}
+        fixed = {**fixed, AVERAGE: fixed[AVERAGE] * _with_weights(cfg)}
+    copies = steps.checkpoint_bytes if cfg.checkpoint.asynchronous else 0
+    context, host = CONTEXT_BYTES if on_cuda else 0, frozenset(on_host)
+    found = Memory(fixed=fixed, each=memory.each, gathered=steps.gathered, on_host=host, copies=copies, context=context)
+    return found, steps
+
+
+def _with_weights(cfg: DictConfig) -> float:
+    """Return the factor by which averages on the host grow with the copies of weights that update them.
+
+    `ema` and `post_hoc` have one each, of the size of an average.
+    """
+    averages = [count for count in (int(cfg.ema.decay is not None), len(cfg.ema.post_hoc or ())) if count]
+    return 1.0 + len(averages) / sum(averages)
 
 
 def blank_batch(cfg: DictConfig, parts: Parts, size: int) -> Batch:

@@ -55,7 +55,8 @@ class Plan:
         export_bytes: of what trained.
         warnings: sentences.
         chosen: what `memory` chose.
-        host_bytes: of each rank in the memory of its host: an average there, or offloaded weights and their state.
+        host_bytes: of each rank in the memory of its host: copies for asynchronous saves; averages there, each kind
+            with a copy of the weights; offloaded weights and their state.
     """
 
     title: str
@@ -127,7 +128,10 @@ class Plan:
 
     def _disk_lines(self) -> Iterator[str]:
         if self.host_bytes:
-            yield f"Host     {as_gb(self.host_bytes)} GB of each rank, beside what its data workers take"
+            yield (
+                f"Host     {as_gb(self.host_bytes)} GB of each rank: copies for asynchronous saves, and averages or"
+                " weights that lie there; its data workers take more"
+            )
         what = "checkpoint" if self.checkpoints == 1 else "checkpoints"
         yield (
             f"Disk     {as_gb(self.disk_bytes)} GB: {self.checkpoints} {what} of {as_gb(self.checkpoint_bytes)} GB"

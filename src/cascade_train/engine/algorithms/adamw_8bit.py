@@ -119,11 +119,3 @@ class AdamW8bit(Optimizer):
 
     def _has_codes(self, parameter: Tensor) -> bool:
         return parameter.ndim >= 2 and parameter.shape[1] % self.block_size == 0
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; torch's own would turn codes into numbers of the weights' dtype."""
-        super().load_state_dict(state_dict)
-        for state in self.state.values():
-            for name in state:
-                if name.endswith("_codes"):
-                    state[name] = state[name].to(torch.uint8)

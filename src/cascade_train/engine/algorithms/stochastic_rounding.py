@@ -98,16 +98,6 @@ class StochasticRounding(Optimizer):
             bits = random_bits(key, first + start, len(piece), piece.device)
             old[start : start + PIECE] = round_bf16(piece, bits)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, in its own dtypes; torch's own would take those of the weights."""
-        super().load_state_dict(state_dict)
-        held = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, saved in state_dict["state"].items():
-            own = self.state[held[number]]
-            for name, value in saved.items():
-                if isinstance(value, Tensor):
-                    own[name] = value.to(device=own[name].device, copy=True)
-
 
 def _signed(bits: int) -> int:
     """Return 32 bits as the int32 that has them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from typing import Any, Literal
 
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import sync, write_durably
-from cascade_train.files.untrusted import open_regular, read_json, read_lines, read_regular, read_rows
+from cascade_train.files.untrusted import open_regular, read_json, read_regular, read_rows
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ class CheckpointFolder:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.restore_replaced()
         for leftover in self._leftovers():
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=leftover != hidden)  # NFS keeps files that a process holds open
         hidden.mkdir()
 
     def publish(self, hidden: Path, step: int) -> Path:
@@ -327,7 +328,6 @@ def evaluation_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def last_logged(path: Path, metric: str, *, step: int) -> dict[str, Any] | None:
     """Return a metric of `metrics.jsonl` as last logged up to a step, {metric, value, step}; None where it is not."""
-    key = json.dumps(metric).encode()
-    rows = (json.loads(line) for line in read_lines(path) if key in line)
-    logged = [row for row in rows if row["step"] <= step and row.get(metric) is not None]
+    rows = read_rows(path, json.dumps(metric).encode(), step=int)  # the loop may be appending a line
+    logged = [row for row in rows if row.get("step", math.inf) <= step and row.get(metric) is not None]
     return {"metric": metric, "value": logged[-1][metric], "step": logged[-1]["step"]} if logged else None

@@ -119,6 +119,20 @@ def follow_groups(state: dict[str, Any], table: Metadata) -> None:
             ]
 
 
+def follow_states(state: dict[str, Any], table: Metadata) -> None:
+    """Leave out of `state` what an optimizer keeps of a weight, where it keeps nothing of that in the checkpoint.
+
+    So it is with a weight that no gradient had reached. Where a phase has nothing at all there, that is refused later.
+    """
+    stored = {path[:5] for path in (table.planner_data or {}).values() if _is_of_optimizer(path)}
+    for name, phase in state.get("phases", {}).items():
+        for kind in ("state", "weights"):
+            begin, held = ("phases", name, "optimizer", kind), phase.get("optimizer", {}).get(kind, {})
+            if any(path[:4] == begin for path in stored):
+                for weight in [each for each in held if (*begin, each) not in stored]:
+                    del held[weight]
+
+
 class _TableReader(FileSystemReader):
     def __init__(self, path: Path, table: Metadata) -> None:
         super().__init__(path)
@@ -174,6 +188,7 @@ def load_files(path: Path, manifest: Manifest, state: dict[str, Any], *, optimiz
     tables: list[Metadata] = []
     from_every_rank(lambda: tables.append(read_table(path, manifest)))
     follow_groups(state, tables[0])
+    follow_states(state, tables[0])
     planner = _ExactLoadPlanner(path, frozenset() if optimizer else optimizer_keys(tables[0]))
     try:
         state_dict_loader.load(state, storage_reader=_TableReader(path, tables[0]), planner=planner)

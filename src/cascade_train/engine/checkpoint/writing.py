@@ -273,3 +273,4 @@ class Background:
                 job.set_exception(error)
             else:
                 job.set_result(None)
+            del queued, job, work  # else the tensors of a job stay until the next one

@@ -29,15 +29,15 @@ class Request(IntFlag):
 class TimeLimit:
     """A limit of time, reached while one more step and a save still fit into it; `max_hours` None = no limit.
 
-    Estimates: twice the longest of the last `REMEMBERED` steps, since a vote takes a step, without the first of all,
+    Estimates: twice the longest of the last `remembered` steps, since a vote takes a step, without the first of all,
     which sets things up; and the longest save so far, or before there was one the time until that step ended.
     """
 
     REMEMBERED = 100
 
-    def __init__(self, *, max_hours: float | None) -> None:
+    def __init__(self, *, max_hours: float | None, remembered: int = REMEMBERED) -> None:
         self._limit_seconds = None if max_hours is None else 3600.0 * max_hours
-        self._steps: deque[float] = deque(maxlen=self.REMEMBERED)
+        self._steps: deque[float] = deque(maxlen=remembered)
         self._save_seconds = 0.0
         self._set_up_seconds = 0.0
         self._begun: float | None = None

@@ -256,12 +256,12 @@ def _newest(directory: Path) -> Path | None:
 
 
 def _reconcile(directory: Path, own: Path | None, resume: str, *, started_from: str | None) -> Path:
+    if own is not None and started_from == resume and directory.resolve() not in Path(resume).resolve().parents:
+        log.info("run.resume=%s is where this run began; it continues from its own %s", resume, own)
+        return own  # whether or not the other run still has that checkpoint
     origin = _find_origin(resume)
     if own is None or origin.resolve() == own.resolve():
         return origin
-    if started_from == resume and directory.resolve() not in origin.resolve().parents:
-        log.info("run.resume=%s is where this run began; it continues from its own %s", resume, own)
-        return own
     raise ConfigError(
         f"run.resume={resume}, but the run in {directory} has its own newer {own.name}, which would be lost. Remedy: "
         "run.resume=auto to continue from that, or another run.name to start a new run from the checkpoint"

@@ -21,7 +21,8 @@ SECONDS = 20.0
 """How long the command may take: less than the 30 s after which torchrun and SLURM kill what they asked to end."""
 
 _RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
-"""Variables that would make a rank of another start of ours."""
+_LAUNCHERS = ("TORCHELASTIC", "SLURM_STEP_")
+"""Variables, and beginnings of others, that would make a rank of another start of ours."""
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def run_command(command: str | None, event: str, directory: Path, step: int, mes
     if command is None:
         return
     facts = {"EVENT": event, "RUN_DIR": str(directory), "STEP": str(step), "MESSAGE": logged(message)}
-    environment = {key: value for key, value in os.environ.items() if key not in _RANKS and "TORCHELASTIC" not in key}
+    environment = {key: value for key, value in os.environ.items() if not (key in _RANKS or key.startswith(_LAUNCHERS))}
     environment |= {f"CASCADE_TRAIN_{key}": value for key, value in facts.items()}
     started: list[subprocess.Popen[bytes]] = []
 

@@ -11,7 +11,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.__main__ import launch
-from cascade_train.assembly.planning import fitting, memory
+from cascade_train.assembly.planning import devices, fitting, memory
 from cascade_train.assembly.planning.devices import HOST_USABLE, USABLE, Budget, free_host_bytes
 from cascade_train.assembly.planning.fitting import (
     _of_8_bits,
@@ -88,8 +88,20 @@ def test_a_host_that_is_too_small_gets_no_weights():
     offloaded = budget_for(changed(cfg, {"activation_checkpointing": True, "parallel.cpu_offload": True}), 1)
     found = choose(cfg, replace(offloaded, host_gb=0.001))
     assert not found.fits
-    assert found.layout.host_bytes() == 0
+    assert not found.layout.on_host
     assert "train.master_weights" in found.values, "what needs least of all else"
+
+
+def test_a_host_that_takes_weights_but_not_copies_of_them_gets_saves_that_wait():
+    cfg = checked(*TINY, "task=finetune", "memory=auto")
+    offloaded = changed(cfg, {"activation_checkpointing": True, "parallel.cpu_offload": True})
+    lies, _ = memory_of(offloaded)
+    host_gb = (lies.host_bytes() - lies.copies / 2) / HOST_USABLE / 1e9
+    budget = replace(budget_for(offloaded, 1), host_gb=host_gb)
+    values = {"activation_checkpointing": True, "parallel.cpu_offload": True}
+    assert choose(cfg, replace(budget, host_gb=2 * host_gb)).values == values
+    assert choose(cfg, budget).values == {**values, "checkpoint.asynchronous": False}
+    assert not choose(cfg, replace(budget, kept=("checkpoint.asynchronous",))).fits
 
 
 @pytest.mark.parametrize("kind", ["ema.decay=0.9", "ema.post_hoc=[0.05,0.1]"])
@@ -100,7 +112,7 @@ def test_an_average_goes_to_a_host_that_can_take_it_and_other_savings_are_tried_
     cfg = checked(*TINY, "task=finetune", kind, "memory=auto", "checkpoint.keep_last=null")
     values = {**average, "activation_checkpointing": True}
     found = choose(cfg, replace(budget_for(changed(cfg, values), 4), host_gb=host_gb))
-    assert (found.values, found.micro_batch_size, found.layout.host_bytes() > 0) == (values, 4, bool(average))
+    assert (found.values, found.micro_batch_size, bool(found.layout.on_host)) == (values, 4, bool(average))
 
 
 def test_what_the_command_line_sets_stays():
@@ -170,12 +182,13 @@ def test_savings_that_the_run_would_refuse_are_not_tried():
         "schedule_free": ("task=finetune", "model=c_tiny", "optimizer=schedule_free", "lr_scheduler=constant"),
     }.items():
         keys[name] = set(savings(checked(*changes, "train.precision=bf16", "memory=auto"), LARGE))
-    assert keys["previewer"] == {"optimizer.algorithm", "parallel.cpu_offload"}
-    assert keys["came"] == {"activation_checkpointing"}
-    recomputed, rounded, offloaded = "activation_checkpointing", "train.master_weights", "parallel.cpu_offload"
-    assert keys["amsgrad"] == keys["lion"] == {recomputed, rounded, offloaded}
+    recomputed, rounded = "activation_checkpointing", "train.master_weights"
+    offloaded = {"parallel.cpu_offload", "checkpoint.asynchronous"}
+    assert keys["previewer"] == {"optimizer.algorithm", *offloaded}
+    assert keys["came"] == {recomputed}
+    assert keys["amsgrad"] == keys["lion"] == {recomputed, rounded, *offloaded}
     assert keys["adafactor"] == {recomputed, rounded}
-    assert keys["muon"] == keys["schedule_free"] == {recomputed, offloaded}
+    assert keys["muon"] == keys["schedule_free"] == {recomputed, *offloaded}
 
 
 def continuing(cfg: DictConfig, saved: DictConfig, budget: Budget, *, step: int | None) -> dict[str, object]:
@@ -226,6 +239,27 @@ def test_a_rank_has_its_share_of_what_is_free_on_its_host():
     free = free_host_bytes()
     assert 10**8 < free < 2**50
     assert free_gb(torch.device("cpu"), 4)[0] == pytest.approx(free / 4e9, rel=0.2)
+
+
+def test_the_limit_of_a_job_is_that_of_its_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As in a step of SLURM, whose limit lies below the root of the groups that the process sees."""
+    monkeypatch.setattr(devices, "Path", lambda path: tmp_path / path.lstrip("/"))
+
+    def write(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    write("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    assert free_host_bytes() == 8000 * 1024
+    write("proc/self/cgroup", "1:cpu:/elsewhere\n0::/slurm/job_1/step_0\n")
+    assert free_host_bytes() == 8000 * 1024
+    for group, most in (("", "7000000"), ("slurm/job_1/", "5000"), ("slurm/job_1/step_0/", "max")):
+        write(f"sys/fs/cgroup/{group}memory.max", f"{most}\n")
+        write(f"sys/fs/cgroup/{group}memory.current", "3000\n")
+        write(f"sys/fs/cgroup/{group}memory.stat", "anon 5\ninactive_file 200\n")
+    assert free_host_bytes() == 5000 - 3000 + 200
+    write("proc/self/cgroup", "0::/\n")
+    assert free_host_bytes() == 7000000 - 3000 + 200, "inside of a container's namespace"
 
 
 def test_a_run_has_the_number_that_was_chosen_and_a_resume_the_first(tmp_path: Path, monkeypatch, caplog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,6 +83,30 @@ def test_the_last_value_logged_up_to_a_step_is_found(tmp_path):
     assert last_logged(path, "loss", step=7) == {"metric": "loss", "value": 3.0, "step": 6}
     assert last_logged(path, "validate/loss", step=2) is None
     assert last_logged(path, "psnr", step=8) is None
+
+
+def test_a_line_that_is_being_appended_is_not_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 0.5}\n{"step": "2", "loss": 0.5}\n{"loss": 0.5}\n{"step": 2, "loss": 0.')
+    assert last_logged(path, "loss", step=2) == {"metric": "loss", "value": 0.5, "step": 1}
+
+
+def test_a_leftover_that_cannot_be_deleted_holds_up_no_save(tmp_path, monkeypatch):
+    folder, unlink, busy = CheckpointFolder(tmp_path), os.unlink, ".nfs1"
+
+    def refuse(path, **where):
+        if str(path).endswith(busy):
+            raise OSError(16, "Device or resource busy")
+        unlink(path, **where)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    for step, kind in ((1, "deleting"), (2, "saving")):
+        folder.hidden(step, kind).mkdir()
+        (folder.hidden(step, kind) / f".nfs{step}").touch()
+    folder.prepare(folder.hidden(2, "saving"))
+    assert list(folder.hidden(2, "saving").iterdir()) == []
+    with pytest.raises(OSError, match="busy"):
+        folder.prepare(folder.hidden(1, "deleting"))
 
 
 def test_nothing_is_found_where_nothing_was_logged(tmp_path):

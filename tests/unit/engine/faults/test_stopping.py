@@ -4,11 +4,13 @@ import signal
 
 import pytest
 
+from cascade_train.assembly.run import _time_limit
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.faults import stopping
 from cascade_train.engine.faults.stopping import Request, Stopping, TimeLimit, code_of_stop, seconds_since_start
 from cascade_train.errors import RunError
 from cascade_train.signals import STOP_SIGNALS, Signals
+from tests.unit.config.composing import checked
 from tests.unit.engine.test_loop import build_trainer
 
 
@@ -58,6 +60,20 @@ def test_the_limit_leaves_time_for_two_steps_and_a_save(clock):
     clock["now"] = 889.0  # two steps of 30 s, and 50 s in the place of a save that none is known of yet
     assert not limit.is_reached()
     clock["now"] = 890.0
+    assert limit.is_reached()
+
+
+@pytest.mark.parametrize(("rare", "seconds"), [("validate.every_steps=300", 40.0), ("log.every_steps=300", 1.0)])
+def test_a_step_with_a_rare_validation_counts_until_the_next(clock, rare, seconds):
+    own = ("model=c_tiny", "task=lora", "sample.every_steps=null", "validate.share=0.1", "run.max_hours=1")
+    limit = _time_limit(checked(*own, rare))
+    for step in range(600):
+        clock["now"] += 40.0 if step == 300 else 1.0
+        limit.end_step()
+        limit.note_save(1.0)
+    clock["now"] = 3600.0 - 2 * seconds - 1.0 - 0.5
+    assert not limit.is_reached()
+    clock["now"] += 0.5
     assert limit.is_reached()
 
 

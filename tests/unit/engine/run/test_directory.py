@@ -299,6 +299,8 @@ def test_a_run_requeued_with_its_origin_continues_from_its_own_checkpoint(direct
     assert claim(directory, config=config, resume=origin).resume_from == first / "checkpoints" / "step_4"
     own = save(directory, 6)
     assert claim(directory, config=config, resume=origin).resume_from == own
+    shutil.rmtree(origin)  # as by the other run, which trains on and keeps its newest
+    assert claim(directory, config=config, resume=origin).resume_from == own
 
 
 def test_an_origin_that_would_lose_newer_checkpoints_is_refused(directory):

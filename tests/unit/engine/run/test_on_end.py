@@ -58,14 +58,15 @@ def test_nothing_is_run_without_a_command_or_on_another_rank(tmp_path):
 
 
 def test_the_command_is_no_rank_of_ours(tmp_path, monkeypatch):
-    for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+    of_ranks = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID"}
+    for key in of_ranks:
         monkeypatch.setenv(key, "2")
     monkeypatch.setenv("KEPT", "yes")
     with run_end_hook("env > seen", trainer(), tmp_path):
         pass
     seen = {line.partition("=")[0] for line in Path("seen").read_text().splitlines()}
     assert "KEPT" in seen
-    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & seen
+    assert not of_ranks & seen
 
 
 @pytest.mark.parametrize("command", ["exit 3", "/no/such/program", "echo \0"])
