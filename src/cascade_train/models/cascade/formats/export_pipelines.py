@@ -29,7 +29,7 @@ from cascade_train.models.formats.export import (
     read_back_error,
     replaced_directory,
 )
-from cascade_train.models.text_encoder import tokenizer_of_length
+from cascade_train.models.text_encoder import save_vocabulary, tokenizer_of_length
 
 if TYPE_CHECKING:
     from cascade_train.models.cascade.stage_b import StageB
@@ -100,6 +100,8 @@ def _save(
         for name, part in parts.items():
             if part is not None:
                 part.save_pretrained(place / name)
+            if name.endswith("tokenizer"):
+                save_vocabulary(part, place / name)
         if pipeline is not None:
             _write_index(place, pipeline, parts, settings)
         errors = []
