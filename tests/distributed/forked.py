@@ -37,6 +37,7 @@ from cascade_train.distributed.parallelize import local
 from cascade_train.distributed.sharded import Gather, Scatter
 from cascade_train.engine.loop import Trainer
 from cascade_train.engine.phase import averaged
+from cascade_train.models.cascade.convolutional import ConvolutionalCompressor
 from cascade_train.models.formats.weights import StoredTensors
 from cascade_train.tasks.text_to_image import TextToImage
 
@@ -81,6 +82,18 @@ def count_exchanges(out: Path) -> None:
         return values
 
     Trainer.train_step = step
+
+
+def count_calls(out: Path) -> None:
+    """Write how many images each call of the semantic compressor had to `<out>/calls_<rank>`, after each."""
+    encode, calls = ConvolutionalCompressor.encode, list[int]()
+
+    def counting(self: ConvolutionalCompressor, image_BCHW: torch.Tensor) -> torch.Tensor:
+        calls.append(len(image_BCHW))
+        (out / f"calls_{dist.get_rank()}").write_text(json.dumps(calls))
+        return encode(self, image_BCHW)
+
+    ConvolutionalCompressor.encode = counting
 
 
 def look_at_averages(out: Path) -> None:
@@ -177,6 +190,7 @@ HOOKS = {
     hook.__name__: hook
     for hook in (
         poison_last_rank,
+        count_calls,
         count_exchanges,
         look_at_averages,
         look_at_dtypes,

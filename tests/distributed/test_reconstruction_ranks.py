@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.test_modes import B_NARROW, fork
+from tests.distributed.test_modes import B_NARROW, fork, notes
 from tests.integration.runs import read_metrics
 
 pytestmark = pytest.mark.distributed
@@ -21,6 +21,11 @@ MEASURED = (
     "validate.reconstructions=3",
     "ema.decay=0.9",
 )
+COMPRESSING = (
+    *(*B_NARROW, "model=b_tiny", "task=reconstruction", "task.train_compressor=true", "ema.decay=null"),
+    *("model.semantic_compressor.weights=null", "model.image_size=128", "model.shrink_range=[0.25,1.0]"),
+    *("train.global_batch_size=4", "train.max_steps=3", "checkpoint.every_steps=null"),
+)
 RUNS = {"one": (1, None, MEASURED), "two": (2, None, (*MEASURED, "parallel=fsdp", "train.micro_batch_size=2"))}
 
 
@@ -33,3 +38,13 @@ def test_three_pictures_are_measured_alike_on_one_rank_and_two(tmp_path):
         assert one[name] == pytest.approx(two[name], rel=1e-3)
     assert one["validate/psnr_bilinear"] == one["validate_ema/psnr_bilinear"] > 10
     assert 0 < one["validate/psnr"] < one["validate/psnr_bilinear"], "one step teaches nothing"
+
+
+def test_a_compressor_trains_where_ranks_call_it_differently_often(tmp_path):
+    """The pictures of a rank shrink to one size or two, and each call gathers what is gathered by itself."""
+    split = ("parallel=fsdp", "train.micro_batch_size=2")
+    runs = fork(tmp_path, {"one": (1, None, COMPRESSING), "two": (2, "count_calls", (*COMPRESSING, *split))})
+    first, second = notes(runs, "two")
+    assert len(first) != len(second)
+    for one, two in zip(*(read_metrics(runs / name) for name in ("one", "two")), strict=True):
+        assert one == pytest.approx(two, rel=1e-4)

@@ -30,10 +30,12 @@ RUNS = (
 EXPORTED = tuple(name for name in RUNS if name not in ("c_cached", "c_stream"))
 TARGETS = (HERE / f"{COMMIT}_targets.txt").read_text().split()
 SEEDED = {
-    **dict.fromkeys(("c_finetune", "pair", "b_reconstruction"), "text_encoder/"),
+    **dict.fromkeys(("c_finetune", "pair"), "text_encoder/"),
     "sdxl_finetune": r"text_(encoder/|model\.).*layers\.1\.",
 }
 """Of a run's export, tensors that come from its seed and from no file: CPUs round them differently."""
+WITHOUT = {"b_reconstruction": r"/(text_encoder|vqgan)/"}
+"""Of a run's export, files that are no longer written: no pipeline of diffusers samples its objective."""
 TOLERANCE, OF_BF16 = 1e-4, 1e-2
 """Other CPUs (SSE 4.1, AVX2) move metrics by 3e-5 at most, where the network computes in bf16 by 3e-3."""
 
@@ -72,7 +74,9 @@ def test_a_checkpoint_is_exported_to_the_same_tensors(frozen: dict[str, Any], na
     written = frozen["exports"][name]
     assert launch(["export", f"from={name}", f"step={STEP}", f"format={written['format']}", "out=again"]) == 0
     assert written["tensors"]
-    assert stored(name, tensor_digests(Path("again"))) == stored(name, written["tensors"])
+    kept = {file: each for file, each in written["tensors"].items() if not re.search(WITHOUT.get(name, "^$"), file)}
+    assert (name in WITHOUT) == (kept != written["tensors"])
+    assert stored(name, tensor_digests(Path("again"))) == stored(name, kept)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -157,8 +161,15 @@ def test_checkpoints_are_listed_and_verified(capsys: pytest.CaptureFixture[str])
 
 
 def stored(name: str, digests: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Return digests by file and tensor; of those that no checkpoint holds, dtype and shape alone."""
-    flat = {f"{file} {tensor}": digest for file, tensors in digests.items() for tensor, digest in tensors.items()}
+    """Return digests by file and tensor; of those that no checkpoint holds, dtype and shape alone.
+
+    Text towers had the names of transformers 5.6 then, and have those of published folders now.
+    """
+    flat = {
+        f"{file} {tensor.removeprefix('text_model.')}": digest
+        for file, tensors in digests.items()
+        for tensor, digest in tensors.items()
+    }
     seeded = {key for key in flat if name in SEEDED and re.search(SEEDED[name], key)}
     assert (name in SEEDED) == bool(seeded)
     assert len(seeded) < len(flat)

@@ -116,5 +116,41 @@ def test_a_folder_without_its_parts_is_refused(bare: Path, tmp_path: Path) -> No
         pipeline_config(str(tmp_path))
     whole = shutil.copytree(bare, tmp_path / "whole")
     (whole / "vae" / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="lacks scaling_factor, .*; save the pipeline by diffusers again"):
+    with pytest.raises(ConfigError, match="lacks block_out_channels; save the pipeline by diffusers again"):
         pipeline_config(str(whole))
+
+
+def with_scheduler(bare: Path, folder: Path, **changed: object) -> str:
+    """Return a copy of the pipeline whose scheduler has these settings."""
+    file = shutil.copytree(bare, folder) / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    return str(folder)
+
+
+def test_an_autoencoder_of_an_older_folder_has_the_defaults_of_diffusers(bare: Path, tmp_path: Path) -> None:
+    file = shutil.copytree(bare, tmp_path / "older") / "vae" / "config.json"
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps({name: value for name, value in stored.items() if name != "scaling_factor"}))
+    assert pipeline_config(str(tmp_path / "older")).model.vae.scaling_factor == 0.18215
+
+
+def test_clean_latents_are_the_target_of_a_pipeline_that_predicts_them(bare: Path, tmp_path: Path) -> None:
+    objective = pipeline_config(with_scheduler(bare, tmp_path / "x0", prediction_type="sample")).objective
+    assert objective.target._target_ == "cascade_train.diffusion.target.X0Target"
+    assert objective.schedule.beta_schedule == "scaled_linear"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"prediction_type": "flow_prediction"}, "DDIMScheduler with prediction_type=flow_prediction, belongs to no"),
+        ({"_class_name": "EDMEulerScheduler"}, "EDMEulerScheduler with prediction_type=v_prediction, belongs to no"),
+        ({"_class_name": "FlowMatchEulerDiscreteScheduler", "prediction_type": "epsilon"}, "FlowMatch.* belongs to no"),
+        ({"trained_betas": [0.1, 0.2]}, "prediction_type=v_prediction and trained_betas, belongs to no objective here"),
+    ],
+)
+def test_a_scheduler_without_an_objective_is_refused(
+    bare: Path, tmp_path: Path, changed: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{message}.*Give the pipeline the scheduler that its network was"):
+        pipeline_config(with_scheduler(bare, tmp_path / "other", **changed))

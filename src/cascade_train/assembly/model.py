@@ -126,6 +126,7 @@ def shard(cfg: DictConfig, phases: list[Phase], mesh: DeviceMesh, offload: Offlo
                 compile_units=cfg.compile.value == "regional",
                 compile_fallback=cfg.compile_fallback,
                 offload=offload,
+                gather_whole=name in phase.gathered_whole,
             )
 
 

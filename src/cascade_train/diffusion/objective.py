@@ -18,9 +18,10 @@ from cascade_train.diffusion.bucket import Adaptive, AdaptiveParts
 from cascade_train.diffusion.distance import Distance
 from cascade_train.diffusion.loss_weight import LossWeight, MinSNRGammaLossWeight
 from cascade_train.diffusion.noise import Noise, PlainNoise
-from cascade_train.diffusion.noise_condition import FlowTimestepCondition, NoiseCondition
-from cascade_train.diffusion.scaling import LerpScaling, Scaling, per_sample
+from cascade_train.diffusion.noise_condition import CosineTimeCondition, FlowTimestepCondition, NoiseCondition
+from cascade_train.diffusion.scaling import LerpScaling, Scaling, VPScaling, per_sample
 from cascade_train.diffusion.schedule import (
+    CosineSchedule,
     DDPMSchedule,
     EDMSampleSchedule,
     NormalSchedule,
@@ -229,6 +230,9 @@ class Objective(AdaptiveParts):
         if line and isinstance(target, RectifiedFlowTarget) and isinstance(condition, FlowTimestepCondition):
             levels = {"num_train_timesteps": condition.num_train_timesteps, "shift": schedule.shift}
             return {"_class_name": "FlowMatchEulerDiscreteScheduler", **levels}
+        predicts_noise = type(target) is EpsilonTarget and isinstance(self.scaling, VPScaling)
+        if predicts_noise and isinstance(schedule, CosineSchedule) and condition == CosineTimeCondition(s=schedule.s):
+            return {"_class_name": "DDPMWuerstchenScheduler", "s": schedule.s}
         return None
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -95,8 +95,11 @@ class BetaTimes(Times):
 
 @functools.cache
 def _beta_table(alpha: float, beta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return times, and the share of times below each, (N,) fp64."""
-    t_N = torch.linspace(0, 1, 2**16 + 1, dtype=torch.float64, device=device)
+    """Return times, and the share of times below each, (N,) fp64.
+
+    Made on the CPU: CUDA has no deterministic sum of this kind (`run.deterministic`).
+    """
+    t_N = torch.linspace(0, 1, 2**16 + 1, dtype=torch.float64, device="cpu")
     density_N = t_N ** (alpha - 1) * (1 - t_N) ** (beta - 1)
     share_N = torch.cat([t_N.new_zeros(1), torch.cumulative_trapezoid(density_N)])
-    return t_N, share_N / share_N[-1]
+    return t_N.to(device), (share_N / share_N[-1]).to(device)

@@ -50,12 +50,13 @@ def parallelize(
     compile_units: bool,
     compile_fallback: bool = False,
     offload: OffloadPolicy | None = None,
+    gather_whole: bool = False,
 ) -> None:
     """Compile and shard `root` in place, unit by unit, then the rest of it; what each rank holds whole stays plain.
 
     Parameters keep their own dtype as masters, on the meta device as shards without memory (`materialise`).
     Compute runs in `compute_dtype`. The root's policy does not cast its inputs, so that timestep ratios stay fp32; the
-    units' policy does. Gradients are reduced in fp32.
+    units' policy does. Gradients are reduced in fp32. For `gather_whole` see `Phase.gathered_whole`.
     """
     if compile_units:
         compile_units_of(root, units, has_hooks=not is_whole(mesh, offload), fallback=compile_fallback)
@@ -73,6 +74,7 @@ def parallelize(
         compute_dtype=compute_dtype,
         reshard_after_forward=reshard_after_forward,
         offload=OffloadPolicy() if offload is None else offload,
+        gather_whole=gather_whole,
     )
 
 

@@ -32,11 +32,16 @@ SPLITS_CODES = torch.__version__ >= "2.12"
 """Whether FSDP2 takes weights that are no floating-point numbers."""
 
 
-def gathered_alone(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
+def gathered_alone(
+    root: nn.Module, units: Sequence[Sequence[nn.Module]], *, gather_whole: bool = False
+) -> list[list[nn.Module]]:
     """Return the units that are gathered one after the other: none of a small module, whose weights come at once.
 
-    Not where those that train have several dtypes: FSDP2 takes one for what it gathers together.
+    Not where those that train have several dtypes: FSDP2 takes one for what it gathers together. With `gather_whole`
+    a module's weights come at once, however large it is.
     """
+    if gather_whole:
+        return []
     is_small = 4 * sum(parameter.numel() for parameter in root.parameters()) <= GATHERED_AT_ONCE_BYTES
     is_alike = len({parameter.dtype for parameter in root.parameters() if parameter.requires_grad}) <= 1
     return [] if is_small and is_alike else [list(unit) for unit in units]
@@ -60,6 +65,7 @@ class Sharded:
         compute_dtype: torch.dtype,
         reshard_after_forward: bool,
         offload: OffloadPolicy,
+        gather_whole: bool,
     ) -> None:
         """Shard a module in place, unit by unit, then what is left of it; a ConfigError where this torch cannot.
 
@@ -74,7 +80,7 @@ class Sharded:
         policy = partial(MixedPrecisionPolicy, param_dtype=compute_dtype, reduce_dtype=torch.float32)
         over = mesh if mesh.size(0) > 1 else mesh["shard"]  # else gradients would be added over one replica, too
         shard = partial(fully_shard, mesh=over, offload_policy=offload)
-        alone = gathered_alone(root, units)
+        alone = gathered_alone(root, units, gather_whole=gather_whole)
         for unit in alone:
             shard(unit, mp_policy=policy(cast_forward_inputs=True), reshard_after_forward=reshard_after_forward)
         if not alone:

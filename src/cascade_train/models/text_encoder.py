@@ -272,6 +272,11 @@ def tokenizer_of_length(encoder: Any) -> Any:
     return copied
 
 
+def save_vocabulary(tokenizer: Any, folder: Path) -> None:
+    """Write `vocab.json` and `merges.txt` beside a saved tokenizer, for transformers below 5 and other programs."""
+    tokenizer.backend_tokenizer.model.save(str(folder))
+
+
 def clip_tokenizer(folder: str | Path, **options: Any) -> Any:
     """Return transformers' CLIP tokenizer from a folder."""
     from transformers import CLIPTokenizer  # heavy

@@ -21,7 +21,6 @@ from cascade_train.assembly.model import build_phases
 from cascade_train.assembly.model_card import CARD, SAMPLES, write_card
 from cascade_train.assembly.run import write_exports
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config
-from cascade_train.diffusion.target import EpsilonTarget
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.engine.checkpoint.folder import find_fault
@@ -48,6 +47,9 @@ log = logging.getLogger(__name__)
 
 MOST_ERROR = 0.1
 """Largest relative error (L2 norm) of the profile of a built average."""
+
+CASCADE_SCHEDULER = "DDPMWuerstchenScheduler"
+"""The one that diffusers' pipelines of the cascade sample with."""
 
 
 def export_run(run: Path, out: Path, *, step: int | None, average: float | None, allow_any_target: bool) -> None:
@@ -183,11 +185,12 @@ def _check(model: TrainedModel, decoder: TrainedModel) -> None:
                 f"{each.origin}: a run of what is added to a network. Merge adapters into weights first, with "
                 "cascade-train merge, and name those in the run's place."
             )
-        target = build_component(each.cfg, "objective").target
-        if not isinstance(target, EpsilonTarget):
+        objective = build_component(each.cfg, "objective")
+        if (objective.scheduler_config() or {}).get("_class_name") != CASCADE_SCHEDULER:
             raise ConfigError(
-                f"{each.origin}: was trained with objective.target={type(target).__name__}, and diffusers' pipelines "
-                "of the cascade sample what predicts noise. Name one that was trained with objective=gdf."
+                f"{each.origin}: was trained with objective.target={type(objective.target).__name__}, and diffusers' "
+                "pipelines of the cascade sample what predicts noise on the cosine schedule. Name one that was trained "
+                "with objective=gdf."
             )
     codec = build_component(decoder.cfg, "model").stage_a
     if not codec.in_pipelines:

@@ -54,6 +54,8 @@ class Phase:
         name: prefix of its metrics; the first phase's metrics have none.
         modules: the roots that are sharded, by name; their trainable parameters belong to the phase.
         units: per root, the groups of its modules that shard together (see `Stage.units`).
+        gathered_whole: roots whose units are gathered together, by name: ranks may call these differently often in a
+            micro-batch, and each gathering is collective.
         loss: maps a prepared micro-batch to its output; must not sync with the host.
         optimizer: a component that replaces the run's optimizer; None = the run's.
         start_step: first optimizer step in which the phase runs.
@@ -67,6 +69,7 @@ class Phase:
     modules: Mapping[str, nn.Module]
     units: Mapping[str, list[list[nn.Module]]]
     loss: Callable[[Any], StepOutput]
+    gathered_whole: frozenset[str] = frozenset()
     optimizer: Any = field(default=None)
     start_step: int = 1
     averaged: bool = True

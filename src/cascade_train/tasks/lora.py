@@ -180,8 +180,8 @@ class LoRA(TextToImage):
     def further_losses(self, prepared: PreparedBatch, diffused: Diffused) -> Mapping[str, Tensor]:
         """Return `loss_preserve`, how far the adapters move what the base predicts under the other captions.
 
-        0 where a caption stays the same. After ai-toolkit's differential output preservation; the target is the base's
-        own prediction at the noise of the sample, in the objective's loss.
+        0 where a caption stays the same or is dropped. After ai-toolkit's differential output preservation; the target
+        is the base's own prediction at the noise of the sample, in the objective's loss.
         """
         if prepared.other_tokens is None:
             return {}
@@ -194,7 +194,8 @@ class LoRA(TextToImage):
         pred_BCHW = self._predict(diffused.noised, diffused.timestep_ratio_B, cond, None)
         loss_B, _ = self.objective.loss(pred_BCHW, replace(diffused, target=target_BCHW), prepared.mask_B1HW)
         differs = [(prepared.tokens[name] != each).flatten(1).any(1) for name, each in prepared.other_tokens.items()]
-        return {"loss_preserve": self.preserve_weight * loss_B * torch.stack(differs).any(0)}
+        differs_B = torch.stack(differs).any(0) & ~prepared.drop_caption_B
+        return {"loss_preserve": self.preserve_weight * loss_B * differs_B}
 
     def notices(self, *, last: bool = False) -> list[str]:
         """See `TextToImage`; and whether the words that are preserved were in any caption."""

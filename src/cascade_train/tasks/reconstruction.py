@@ -88,7 +88,9 @@ class Reconstruction(WholeNetwork):
         """Return the one phase; the compressor is its second root where it trains."""
         [phase] = super().phases()
         parts = self._parts()
-        return [replace(phase, modules={**phase.modules, **parts}, units={**phase.units, **children(parts)})]
+        units = {**phase.units, **children(parts)}
+        # the compressor runs once for each size of a micro-batch's shrunken images
+        return [replace(phase, modules={**phase.modules, **parts}, units=units, gathered_whole=frozenset(parts))]
 
     def exports(self) -> Mapping[str, Export]:
         """Return the stage's exports, and a compressor that trained along."""

@@ -196,9 +196,9 @@ def revive(weight: nn.Parameter, unused_K: Tensor, candidate_GC: Tensor, *, afte
     """Replace codes that have not been chosen for `after_steps` steps by candidates, the lowest numbers first.
 
     The i-th dead code takes the i-th candidate; more dead codes than candidates wait. The same on every rank, without
-    communication or synchronisation. `weight` is (K, C), whole or this rank's shard; `unused_K` (K,) int64, the steps
-    since each code was chosen; `candidate_GC` (G, C) fp32 latents of the step's global batch. Returns `unused_K`, 0 for
-    codes that were replaced.
+    communication; does not sync, unless the weight is offloaded to the host. `weight` is (K, C), whole or this rank's
+    shard; `unused_K` (K,) int64, the steps since each code was chosen; `candidate_GC` (G, C) fp32 latents of the step's
+    global batch. Returns `unused_K`, 0 for codes that were replaced.
     """
     dead_K = unused_K >= after_steps
     place_K = dead_K.long().cumsum(0) - 1
@@ -206,7 +206,8 @@ def revive(weight: nn.Parameter, unused_K: Tensor, candidate_GC: Tensor, *, afte
     rows_KC = candidate_GC[place_K.clamp(0, len(candidate_GC) - 1)]
     mine_K1, rows = (_own_rows(weight, whole) for whole in (replaced_K[:, None].to(rows_KC.dtype), rows_KC))
     local = weight.to_local() if isinstance(weight, DTensor) else weight
-    local.copy_(torch.where(mine_K1 > 0, rows.to(local.dtype), local))
+    mine_K1, rows = mine_K1.to(local.device), rows.to(local.device, local.dtype)  # offloaded shards lie on the host
+    local.copy_(torch.where(mine_K1 > 0, rows, local))
     return torch.where(replaced_K, 0, unused_K)
 
 

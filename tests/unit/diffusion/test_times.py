@@ -11,7 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling
 
 from cascade_train.diffusion.objective import Objective
-from cascade_train.diffusion.times import BetaTimes, LogitNormalTimes, ModeTimes, Times
+from cascade_train.diffusion.times import BetaTimes, LogitNormalTimes, ModeTimes, Times, _beta_table
 from cascade_train.diffusion.timestep_bias import TimestepBias
 from cascade_train.errors import ConfigError
 
@@ -62,6 +62,15 @@ def test_times_of_a_beta_distribution_are_its_quantiles(alpha: int, beta: int) -
 def test_a_beta_distribution_of_fractions_has_its_quantiles() -> None:
     t = 1 - BetaTimes(alpha=2.5, beta=1.0)(U)
     torch.testing.assert_close(t**2.5, 1 - U, atol=2e-5, rtol=0)
+
+
+def test_the_table_of_a_beta_distribution_is_summed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's sum is refused where a run is deterministic."""
+    devices, of_torch = [], torch.cumulative_trapezoid
+    monkeypatch.setattr(torch, "cumulative_trapezoid", lambda y: devices.append(y.device.type) or of_torch(y))
+    table = _beta_table.__wrapped__(2.0, 5.0, torch.device("meta"))
+    assert devices == ["cpu"]
+    assert [each.device.type for each in table] == ["meta", "meta"]
 
 
 @pytest.mark.parametrize("times", ALL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,6 +71,13 @@ def test_the_prior_left_behind_conditions_and_predicts_as_the_stage_does(tmp_pat
 
     latent = pipeline("a red circle", height=96, width=96, num_inference_steps=2).image_embeddings
     assert latent.shape == (1, 16, 3, 3)
+
+
+def test_a_network_whose_objective_diffusers_does_not_sample_is_left_alone(tmp_path: Path) -> None:
+    for model, part, option in (("c_tiny", "prior", "finetune"), ("b_tiny", "decoder", "reconstruction")):
+        task = attached(component("task", option), model, component("objective", "x0"))
+        task.stage.stage_a = SimpleNamespace(in_pipelines=True)
+        assert [path.name for path in left(task, part, tmp_path / part).iterdir()] == [part]
 
 
 def test_bf16_towers_are_exported_in_the_networks_dtype(tmp_path: Path) -> None:

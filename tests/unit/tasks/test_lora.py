@@ -267,6 +267,15 @@ def test_what_the_base_predicts_under_other_words_is_preserved(options: dict[str
     assert {name: p.requires_grad for name, p in task.stage.network.named_parameters()} == before
 
 
+def test_nothing_is_preserved_where_the_caption_is_dropped() -> None:
+    task = with_values(make(preserve=[["star", "ring"]], cond_drop_prob=0.5))
+    prepared, _ = losses(task, "a red star", "a blue star")
+    prepared.drop_caption_B[1] = True
+    preserved_B = task.loss(prepared).report["loss_preserve"]
+    assert preserved_B[0] > 0
+    assert preserved_B[1] == 0
+
+
 def test_the_preserved_words_change_what_the_adapters_learn_and_the_base_gets_no_gradient() -> None:
     grads = []
     for preserve in (None, [["star", "ring"]]):

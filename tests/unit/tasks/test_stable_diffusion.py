@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from diffusers import (
 from cascade_train.batch import Batch
 from cascade_train.errors import ConfigError
 from cascade_train.models.lora import adapted_layers
+from cascade_train.models.text_encoder import PACKAGED_TOKENIZER, clip_tokenizer
 from cascade_train.tasks.base import SampleSettings
 from tests.unit.models.stages import make_stage
 from tests.unit.tasks.as_diffusers import assert_equal_gradients, reference_loss
@@ -106,6 +108,16 @@ def test_the_captions_of_the_pipeline_are_encoded_as_in_training(pipelines: tupl
     torch.testing.assert_close(torch.cat(found[:2]), cond["encoder_hidden_states"], atol=1e-5, rtol=1e-4)
     if family == "sdxl_tiny":
         torch.testing.assert_close(torch.cat(found[2:]), cond["text_embeds"], atol=1e-5, rtol=1e-4)
+
+
+def test_tokenizers_have_the_files_of_older_programs(pipelines: tuple[str, Any, Path]) -> None:
+    family, task, folder = pipelines
+    for name in ("tokenizer", *(("tokenizer_2",) if family == "sdxl_tiny" else ())):
+        own, packaged = folder / name, PACKAGED_TOKENIZER
+        assert json.loads((own / "vocab.json").read_text()) == json.loads((packaged / "vocab.json").read_text())
+        merges = [(each / "merges.txt").read_text().splitlines()[1:] for each in (own, packaged)]
+        assert merges[0] == merges[1]
+        assert clip_tokenizer(folder / name)(PROMPTS).input_ids == task.stage.text_encoder.tokenizer(PROMPTS).input_ids
 
 
 def test_velocity_and_zero_terminal_snr_are_in_the_pipelines_scheduler(tmp_path: Path) -> None:

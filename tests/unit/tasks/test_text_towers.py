@@ -85,6 +85,9 @@ def test_a_pipeline_has_the_towers_that_trained_and_they_come_back(tmp_path: Pat
         state = getattr(task.stage, name).module.state_dict()
         for found in (getattr(pipeline, name), getattr(fresh.stage, name).module):
             assert all(torch.equal(value, state[key]) for key, value in found.state_dict().items())
+        for place in (folder, alone):
+            stored = load_file(place / name / "model.safetensors")
+            assert {key.partition(".")[0] for key in stored} <= {"text_model", "text_projection"}, "as published"
 
 
 def test_towers_have_a_learning_rate_of_their_own() -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cascade_train.engine.phase import whole_state
 from cascade_train.errors import ConfigError
 from cascade_train.tasks.autoencoding import Adversarial, Perceptual, adaptive_weight, hinge, with_gradient
 from cascade_train.tasks.reconstruction import Reconstruction
-from cascade_train.tasks.vqgan import Vqgan
+from cascade_train.tasks.vqgan import Vqgan, revive
 from tests.unit.tasks.task_contract import TaskContract, attached, batch_for, component, make_batch, trainable
 
 OPPONENT = {"start_step": None, "weight": 0.8, "max_weight": 10.0, "channels": 8, "layers": 2, "seed": 0}
@@ -188,6 +189,13 @@ def test_codes_that_nobody_chose_take_the_places_of_latents_that_samples_offer()
     changed = (weight != before).any(dim=1).nonzero().flatten()
     assert torch.equal(changed, dead.nonzero().flatten()[: len(offered)])
     assert torch.equal(weight[changed], offered[: len(changed)])
+
+
+def test_codes_are_revived_where_they_are_offloaded_to_the_host() -> None:
+    with FakeTensorMode():  # a device without one; operations across devices fail
+        counts, candidates = torch.zeros(4, dtype=torch.int64, device="cuda"), torch.ones(3, 2, device="cuda")
+        unused = revive(torch.nn.Parameter(torch.zeros(4, 2)), counts, candidates, after_steps=1)
+    assert unused.device.type == "cuda"
 
 
 def test_nobody_is_quantised_where_nobody_shall_be() -> None:

@@ -231,9 +231,8 @@ def _gathered(phase: Phase, dtype: torch.dtype, *, kept: bool) -> int:
 
     found = 0
     for name, root in phase.modules.items():
-        units = [
-            [p for module in unit for p in module.parameters()] for unit in gathered_alone(root, phase.units[name])
-        ]
+        alone = gathered_alone(root, phase.units[name], gather_whole=name in phase.gathered_whole)
+        units = [[p for module in unit for p in module.parameters()] for unit in alone]
         sizes = [(whole(unit), sum(p.numel() for p in unit if p.requires_grad)) for unit in units]
         rest = whole(root.parameters()) - sum(size for size, _ in sizes)
         doubled = 0 if kept else 2

@@ -17,11 +17,12 @@ from cascade_train.models.family import Draw, Family, NameLayout, Shape, Spellin
 from cascade_train.models.lora import StoredLora
 
 USES = {
-    "prior": "`prior/` is Stage C as a pipeline: `StableCascadePriorPipeline.from_pretrained('prior')` of diffusers.",
+    "prior": "`prior/` is Stage C as a pipeline: `StableCascadePriorPipeline.from_pretrained('prior')` of diffusers, "
+    "or where that does not sample as the objective does the network alone.",
     "prior.original.safetensors": "`prior.original.safetensors` is Stage C for the original code and for ComfyUI, as a "
     "diffusion model.",
     "decoder": "`decoder/` is Stage B as a pipeline: `StableCascadeDecoderPipeline.from_pretrained('decoder')` of "
-    "diffusers, or with a Stage A that it does not know the network alone.",
+    "diffusers, or with a Stage A or an objective that it does not know the network alone.",
     "decoder.original.safetensors": "`decoder.original.safetensors` is Stage B for the original code and for ComfyUI.",
     "combined": "`combined/` is the whole cascade: `StableCascadeCombinedPipeline.from_pretrained('combined')` of "
     "diffusers.",

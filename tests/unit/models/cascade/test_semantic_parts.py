@@ -50,6 +50,15 @@ def test_its_stride_is_32_and_images_are_normalised_inside(
         assert torch.equal(latent, compressor.module((image - mean) / std))
 
 
+def test_its_weights_train_in_bf16_beside_statistics_in_fp32() -> None:
+    module = built(EfficientNetCompressor).module.requires_grad_(requires_grad=True)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.bfloat16()
+    module(torch.rand(1, 3, 64, 64).bfloat16()).square().sum().backward()
+    assert {buffer.dtype for buffer in module.buffers()} == {torch.float32, torch.int64}
+    assert all(parameter.grad.abs().sum() > 0 for parameter in module.parameters())
+
+
 def test_the_originals_previewer_has_its_size_and_makes_eight_pixels_of_a_position() -> None:
     previewer = built(ConvolutionPreviewer)
     assert sum(p.numel() for p in previewer.module.parameters()) == 3_979_651

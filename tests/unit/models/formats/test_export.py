@@ -57,6 +57,7 @@ def parts(network: CascadeUNet) -> Any:
         text_encoder=encoder,
         image_encoder=None,
         semantic_compressor=SimpleNamespace(stride=32, resolution_multiple=32.0),
+        scheduler={"_class_name": "DDPMWuerstchenScheduler", "s": 0.008},
         complete=lambda: None,
     )
 
@@ -92,8 +93,8 @@ def test_the_pipeline_of_diffusers_loads_the_export_and_samples(folder: Path) ->
 def test_the_folder_is_what_the_pipeline_of_diffusers_writes(folder: Path, tmp_path: Path) -> None:
     StableCascadePriorPipeline.from_pretrained(folder).save_pretrained(tmp_path)
     written, theirs = (sorted(p.relative_to(top) for p in top.rglob("*.*")) for top in (folder, tmp_path))
-    assert written == theirs
-    for path in written:
+    assert {*written} - {*theirs} == {Path("tokenizer/merges.txt"), Path("tokenizer/vocab.json")}, "for transformers 4"
+    for path in theirs:
         ours, expected = ((top / path).read_bytes() for top in (folder, tmp_path))
         if path.suffix == ".json":
             ours, expected = (_without_origin(json.loads(each)) for each in (ours, expected))

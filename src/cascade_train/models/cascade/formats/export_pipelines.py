@@ -29,7 +29,7 @@ from cascade_train.models.formats.export import (
     read_back_error,
     replaced_directory,
 )
-from cascade_train.models.text_encoder import tokenizer_of_length
+from cascade_train.models.text_encoder import save_vocabulary, tokenizer_of_length
 
 if TYPE_CHECKING:
     from cascade_train.models.cascade.stage_b import StageB
@@ -44,22 +44,24 @@ def save_prior(stage: StageC, state: Mapping[str, Tensor], directory: Path) -> f
 
     The built stage's parts go along; what it left out is built. `state` is the network's whole state dict on the host,
     in the dtype to be written. Returns the relative difference of a fixed prediction after reading it back; a RunError
-    leaves `directory` as it was. The pipeline's scheduler is the cosine schedule with epsilon prediction, which does
-    not fit a network trained for another objective.
+    leaves `directory` as it was. Where the pipeline does not sample as the objective does, the folder holds the network
+    alone, in `prior/`.
     """
-    network = _plain_network(stage, state)
+    networks = {"prior": _plain_network(stage, state)}
+    if not _in_pipelines(stage):
+        return _save(directory, None, networks, networks)
     settings = {"resolution_multiple": stage.semantic_compressor.resolution_multiple}
-    parts = _prior_parts(network, stage)
-    return _save(directory, "StableCascadePriorPipeline", parts, {"prior": network}, settings)
+    parts = _prior_parts(networks["prior"], stage)
+    return _save(directory, "StableCascadePriorPipeline", parts, networks, settings)
 
 
 def save_decoder(stage: StageB, state: Mapping[str, Tensor], directory: Path) -> float:
     """Write a folder that `StableCascadeDecoderPipeline.from_pretrained` loads; otherwise as `save_prior`.
 
-    With a Stage A that no pipeline of diffusers has, the folder holds the network alone, in `decoder/`.
+    With a Stage A that no pipeline of diffusers has, too, the folder holds the network alone, in `decoder/`.
     """
     networks = {"decoder": _plain_network(stage, state)}
-    if not stage.stage_a.in_pipelines:
+    if not (stage.stage_a.in_pipelines and _in_pipelines(stage)):
         return _save(directory, None, networks, networks)
     parts = _decoder_parts(networks["decoder"], stage)
     return _save(directory, "StableCascadeDecoderPipeline", parts, networks, {"latent_dim_scale": _latent_scale(stage)})
@@ -75,7 +77,7 @@ def save_combined(
     """Write a folder that `StableCascadeCombinedPipeline.from_pretrained` loads; otherwise as `save_prior`.
 
     That pipeline knows one compression, of 42.67 pixels for each of Stage C's latent positions, whatever the stages
-    were trained with.
+    were trained with, and one scheduler: the caller refuses stages of other objectives.
     """
     first, second = _plain_network(prior, prior_state), _plain_network(decoder, decoder_state)
     of_prior = {f"prior_{name}": part for name, part in _prior_parts(first, prior).items()}
@@ -86,6 +88,16 @@ def save_combined(
 def _plain_network(stage: StageB | StageC, state: Mapping[str, Tensor]) -> StableCascadeUNet:
     stage.complete()
     return build_plain_network(CASCADE, stage.network.config, state)
+
+
+def _in_pipelines(stage: StageB | StageC) -> bool:
+    """Return whether diffusers' pipelines of the cascade, which know one scheduler, sample as the objective does."""
+    return stage.scheduler is not None and stage.scheduler["_class_name"] == DDPMWuerstchenScheduler.__name__
+
+
+def _scheduler(stage: StageB | StageC) -> DDPMWuerstchenScheduler:
+    assert stage.scheduler is not None, "of `_in_pipelines`"
+    return DDPMWuerstchenScheduler(s=stage.scheduler["s"])
 
 
 def _save(
@@ -100,6 +112,8 @@ def _save(
         for name, part in parts.items():
             if part is not None:
                 part.save_pretrained(place / name)
+            if name.endswith("tokenizer"):
+                save_vocabulary(part, place / name)
         if pipeline is not None:
             _write_index(place, pipeline, parts, settings)
         errors = []
@@ -119,7 +133,7 @@ def _prior_parts(network: StableCascadeUNet, stage: StageC) -> dict[str, Any]:
         "tokenizer": tokenizer_of_length(stage.text_encoder),
         "text_encoder": copy_on_host(stage.text_encoder.module, network.dtype),
         "prior": network,
-        "scheduler": DDPMWuerstchenScheduler(),
+        "scheduler": _scheduler(stage),
         "image_encoder": None if tower is None else copy_on_host(tower, network.dtype),
         "feature_extractor": None if side is None else CLIPImageProcessor(size={"shortest_edge": side}, crop_size=crop),
     }
@@ -131,7 +145,7 @@ def _decoder_parts(network: StableCascadeUNet, stage: StageB) -> dict[str, Any]:
         "decoder": network,
         "tokenizer": tokenizer_of_length(stage.text_encoder),
         "text_encoder": copy_on_host(stage.text_encoder.module, network.dtype),
-        "scheduler": DDPMWuerstchenScheduler(),
+        "scheduler": _scheduler(stage),
         "vqgan": plain_vqgan(codec.arguments, on_host(codec.module, network.dtype)),
     }
 

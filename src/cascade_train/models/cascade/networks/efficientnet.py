@@ -45,20 +45,24 @@ def _models() -> Any:
 
 
 def build_features() -> nn.Sequential:
-    """Return the features of EfficientNet-V2-S for (B, 3, H, W), without download, on torch's current device."""
-    return _models().efficientnet_v2_s(weights=None).features
+    """Return the features of EfficientNet-V2-S for (B, 3, H, W), without download, on torch's current device.
+
+    Their batch statistics are fixed. A weight may have another dtype than those, as in training in bf16.
+    """
+    features: nn.Sequential = _models().efficientnet_v2_s(weights=None).features
+    for name, module in list(features.named_modules()):
+        if isinstance(module, nn.BatchNorm2d):
+            features.set_submodule(name, FixedBatchNorm2d(module.num_features, eps=module.eps))
+    return features
 
 
 def build_control_features(channels: int) -> nn.Sequential:
-    """Return features that train with fixed batch statistics, for images of any number of channels.
+    """Return the features for images of any number of channels.
 
     Where that is not 3, the first convolution has no padding, so that maps need 3 x 3 pixels at least (Stable Cascade,
     modules/controlnet.py).
     """
     features = build_features()
-    for name, module in list(features.named_modules()):
-        if isinstance(module, nn.BatchNorm2d):
-            features.set_submodule(name, FixedBatchNorm2d(module.num_features, eps=module.eps))
     if channels != 3:
         features[0][0] = nn.Conv2d(channels, 24, kernel_size=3, stride=2, bias=False)
     return features

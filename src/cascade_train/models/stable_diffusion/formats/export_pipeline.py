@@ -22,9 +22,10 @@ from cascade_train.models.formats.export import (
     read_back_error,
     replaced_directory,
 )
+from cascade_train.models.lora import tower_name
 from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from cascade_train.models.stage import below
-from cascade_train.models.text_encoder import tokenizer_of_length
+from cascade_train.models.text_encoder import save_vocabulary, tokenizer_of_length
 
 if TYPE_CHECKING:
     from cascade_train.models.stable_diffusion.stage import StableDiffusion
@@ -47,14 +48,24 @@ def save_pipeline(stage: StableDiffusion, state: Mapping[str, Tensor], directory
             network.save_pretrained(place / "unet")
             for name in towers:
                 tower = copy_on_host(stage.text_encoders()[name].module, network.dtype, towers[name])
-                tower.save_pretrained(place / name)
+                _save_tower(tower, place / name)
         else:
-            _pipeline(network, stage, dict(stage.scheduler), towers).save_pretrained(place)
+            pipeline = _pipeline(network, stage, dict(stage.scheduler), towers)
+            pipeline.save_pretrained(place)
+            for name in stage.text_encoders():
+                _save_tower(getattr(pipeline, name), place / name)
+                tokenizer = name.replace("text_encoder", "tokenizer")
+                save_vocabulary(getattr(pipeline, tokenizer), place / tokenizer)
         for name, tower in towers.items():
             found = type(stage.text_encoders()[name].module).from_pretrained(place / name, dtype=network.dtype)
             check_equal_tensors({n: v.to(network.dtype) for n, v in tower.items()}, found.state_dict(), directory)
         loaded = UNet2DConditionModel.from_pretrained(place / "unet", torch_dtype=network.dtype)
         return read_back_error(network, loaded, directory, partial(fixed_prediction, STABLE_DIFFUSION))
+
+
+def _save_tower(tower: Any, folder: Path) -> None:
+    """Write a text tower by the names of published folders; transformers 5.6 renamed what older ones look for."""
+    tower.save_pretrained(folder, state_dict={tower_name(name): value for name, value in tower.state_dict().items()})
 
 
 def _pipeline(

@@ -102,8 +102,13 @@ def save_single_file(folder: Path, out: Path, *, dtype: torch.dtype | None, titl
     with replaced_file(out) as partial, quiet():
         write_tensors(partial, whole, {"format": "pt", **_header(folder, title)})
         for name, state in parts.items():
-            check_equal_tensors(state, _read_back(folder, name, partial), out)
+            check_equal_tensors(_unprefixed(state), _unprefixed(_read_back(folder, name, partial)), out)
     return 0.0
+
+
+def _unprefixed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a part's tensors without what versions of transformers put before a text tower's names, or do not."""
+    return {name.removeprefix("text_model."): tensor for name, tensor in state.items()}
 
 
 def _header(folder: Path, title: str) -> dict[str, str]:

@@ -23,6 +23,12 @@ _BETAS = ("beta_schedule", "beta_start", "beta_end", "num_train_timesteps", "res
 _EDM = {"sigma_min": 0.002, "sigma_max": 80.0, "sigma_data": 0.5, "rho": 7.0}
 """Of diffusers' EDM schedulers, with their defaults."""
 
+_OBJECTIVES = {"epsilon": "ddpm", "v_prediction": "ddpm_v", "sample": "ddpm"}
+_EDM_OBJECTIVES = {"epsilon": "edm_sdxl"}
+"""Prediction type of diffusers' schedulers -> the objective."""
+
+_OF_SAMPLE = {"objective.target._target_": "cascade_train.diffusion.target.X0Target"}
+
 
 def stored_pipeline(folder: Path, base: str) -> tuple[list[str], dict[str, Any]]:
     """Return overrides and values by dotted key of a training that would go on from a pipeline's folder.
@@ -32,9 +38,10 @@ def stored_pipeline(folder: Path, base: str) -> tuple[list[str], dict[str, Any]]
     """
     with parsing(f"{folder}: a config.json"):
         schedule = _json(folder / "scheduler" / "scheduler_config.json")
-        overrides = [f"model={base}", "task=finetune", f"objective={_objective(schedule)}", "run.name=pipeline"]
+        objective = _objective(schedule, folder)
+        overrides = [f"model={base}", "task=finetune", f"objective={objective}", "run.name=pipeline"]
         changed: dict[str, Any] = {"model.weights": str(folder)}
-        network, vae = _network(_json(folder / "unet" / "config.json")), _json(folder / "vae" / "config.json", _VAE)
+        network, vae = _network(_json(folder / "unet" / "config.json")), _vae(folder / "vae" / "config.json")
         changed |= {f"model.network.{name}": value for name, value in network.items()}
         changed |= {f"model.vae.{name}": vae[name] for name in _VAE}
         changed["model.image_size"] = network["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
@@ -62,6 +69,15 @@ def _network(stored: Mapping[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in wanted.items()}
 
 
+def _vae(path: Path) -> dict[str, Any]:
+    """Return options of an autoencoder; what older folders lack are diffusers' defaults, such as the scale 0.18215."""
+    from diffusers import AutoencoderKL  # heavy
+
+    known = inspect.signature(AutoencoderKL.__init__).parameters
+    stored = _json(path, ("block_out_channels",))
+    return {name: stored.get(name, known[name].default) for name in _VAE}
+
+
 def _json(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
     """Return what a file of a pipeline says; a ConfigError where it is not there, or lacks something that is needed."""
     if not path.is_file():
@@ -75,13 +91,23 @@ def _json(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
 def _noise(schedule: dict[str, Any]) -> dict[str, Any]:
     """Return the noise levels of a scheduler, by dotted key of the objective."""
     if "EDM" not in str(schedule.get("_class_name")):
-        return {f"objective.schedule.{name}": schedule[name] for name in _BETAS if name in schedule}
+        found = {f"objective.schedule.{name}": schedule[name] for name in _BETAS if name in schedule}
+        return found | (_OF_SAMPLE if schedule.get("prediction_type") == "sample" else {})
     low, high, data, power = (schedule.get(name, default) for name, default in _EDM.items())
     of_schedule = {"objective.schedule.sigma_range": [low, high], "objective.schedule.p": power}
     return {**of_schedule, "objective.scaling.sigma_data": data}
 
 
-def _objective(schedule: dict[str, Any]) -> str:
-    if "EDM" in str(schedule.get("_class_name")):
-        return "edm_sdxl"
-    return "ddpm_v" if schedule.get("prediction_type") == "v_prediction" else "ddpm"
+def _objective(schedule: dict[str, Any], folder: Path) -> str:
+    """Return the objective that a scheduler samples, without its noise levels; a ConfigError where there is none."""
+    kind, prediction = str(schedule.get("_class_name")), schedule.get("prediction_type", "epsilon")
+    has_betas = schedule.get("trained_betas") is not None
+    known = _EDM_OBJECTIVES if "EDM" in kind else _OBJECTIVES
+    if "FlowMatch" in kind or has_betas or prediction not in known:
+        raise ConfigError(
+            f"from={folder}: its scheduler, {kind} with prediction_type={prediction}"
+            f"{' and trained_betas' if has_betas else ''}, belongs to no objective here: that must be one of "
+            f"{', '.join(_OBJECTIVES)}, with EDM epsilon. Give the pipeline the scheduler that its network was trained "
+            "for"
+        )
+    return known[prediction]

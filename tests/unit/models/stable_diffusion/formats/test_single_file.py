@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,21 @@ def test_diffusers_loads_every_part_to_the_bit(
         wanted = getattr(expected, part).state_dict()
         assert state.keys() == wanted.keys()
         assert all(torch.equal(value, state[name]) for name, value in wanted.items()), part
+
+
+def test_towers_named_as_transformers_now_names_them_are_written_alike(
+    pipeline: tuple[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(pipeline[1], tmp_path / "renamed")
+    file = folder / "text_encoder" / "model.safetensors"
+    stored = load_file(file)
+    assert all(name.startswith("text_model.") for name in stored), "as published"
+    save_file({name.removeprefix("text_model."): each for name, each in stored.items()}, file, {"format": "pt"})
+    for source, out in ((pipeline[1], "one.safetensors"), (folder, "other.safetensors")):
+        save_single_file(source, tmp_path / out, dtype=None)
+    published, renamed = (load_file(tmp_path / out) for out in ("one.safetensors", "other.safetensors"))
+    assert published.keys() == renamed.keys()
+    assert all(torch.equal(tensor, renamed[name]) for name, tensor in published.items())
 
 
 def test_towers_of_one_width_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
