@@ -90,8 +90,8 @@ def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
     The seed is that of the first epoch's captions.
     """
     rows = _different(part)
-    name_of, shared = _unique_names(part.index, rows)
     chosen = rows if read is None else rows[np.unique(np.linspace(0, len(rows) - 1, read).round().astype(np.int64))]
+    name_of, shared = _unique_names(part.index, rows, chosen)
     unreadable, rotated, texts = list[tuple[str, str]](), list[str](), dict[str, Text]()
     same, looks = defaultdict[bytes, dict[object, str]](dict), dict[str, tuple[Look, int]]()  # names by picture
     height, width = part.source.bucket_table(part.index).sizes_K2[0].tolist()
@@ -137,16 +137,28 @@ def _different(part: Rows) -> np.ndarray:
     """Return the first row of each sample; two tars may have a key in common."""
     table, rows = part.index.table[part.rows], part.rows
     names = [name for name in table.dtype.names or () if name != "shard"]
-    _, shard_of = np.unique(part.index.shards, return_inverse=True)  # of the same name, they count as one
-    columns = [*(table[name] for name in names), shard_of[table["shard"]], part.index.keys[rows]]
+    columns = [*(table[name] for name in names), *_shards_and_keys(part.index, rows)]
     columns.append(part.index.content[rows])  # tars of several folders may have one name
     order = np.lexsort(columns)  # stable: of equal rows the first one comes first
     equals_next = np.logical_and.reduce([column[order][1:] == column[order][:-1] for column in columns])
     return np.sort(rows[order[np.r_[True, ~equals_next]]])
 
 
-def _unique_names(index: Index, rows: np.ndarray) -> tuple[dict[int, str], dict[str, str]]:
-    """Return a name for each row, numbered where several have one; and what `Index.name` has for the numbered ones."""
+def _shards_and_keys(index: Index, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a number of each row's shard, equal for shards of one name, and its key."""
+    _, shard_of = np.unique(index.shards, return_inverse=True)
+    return shard_of[index.table["shard"][rows]], index.keys[rows]
+
+
+def _unique_names(index: Index, rows: np.ndarray, chosen: np.ndarray) -> tuple[dict[int, str], dict[str, str]]:
+    """Return a name of each chosen row, numbered where several rows have one; and `Index.name` of numbered ones."""
+    columns = _shards_and_keys(index, rows)
+    order = np.lexsort(columns)
+    equals_next = np.logical_and.reduce([column[order][1:] == column[order][:-1] for column in columns])
+    comes_again = np.zeros(len(rows), dtype=bool)
+    comes_again[order[1:]] = equals_next
+    comes_again[order[:-1]] |= equals_next
+    rows = rows[comes_again | np.isin(rows, chosen)]
     names = [index.name(row) for row in rows.tolist()]
     number_of, counts, unique, shared = Counter[str](), Counter(names), dict[int, str](), dict[str, str]()
     for row, name in zip(rows.tolist(), names, strict=True):
