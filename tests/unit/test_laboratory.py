@@ -90,7 +90,7 @@ def test_intervals_of_differences_hold_their_mean_in_95_of_100_cases():
 def test_equal_seconds_are_fewer_steps_of_a_slower_method():
     assert equal_seconds(1.5) == round(STEPS / 1.5)
     assert equal_seconds(0.5) == 2 * STEPS
-    assert equal_seconds(1.04) == STEPS
+    assert equal_seconds(1.14) == STEPS
 
 
 def test_a_cell_is_bold_where_its_interval_lies_on_one_side_of_zero():
