@@ -280,7 +280,7 @@ def line(book: Notebook, name: str, of_base: Mapping[str, np.ndarray]) -> str:
     rate = next(r["rate"] for r in book.rows if r["row"] == name and r.get("seed") == SEEDS[0])
     cells = [cell(found[measure] - of_base[measure], measure) for measure in HIGHER]
     timed = None if ratio is None else values(book, name, equal_seconds(ratio["found"]), SEEDS)
-    cells += ["not measured" if ratio is None else f"{ratio['found']:.2f}"]
+    cells += ["" if ratio is None else f"{ratio['found']:.2f}"]
     cells += ["" if timed is None else cell(timed[m] - of_base[m], m) for m in ("learned", "kept")]
     return f"| {name}, {chosen}{'' if rate is None else f', lr {rate:g}'} | " + " | ".join(cells) + " |"
 
@@ -337,8 +337,8 @@ def page(book: Notebook) -> list[str]:
         f"`python bench/laboratory.py`, {len(SEEDS)} seeds of {STEPS} steps. Paired differences from the baseline with",
         "Student's interval of 95 %, in bold where it lies on one side of zero; shares are in percent.",
         "Of validation loss and FID less is better; weights, losses and times change what a validation loss measures.",
-        "`step`: CPU time of a step over the baseline's. Where it is another, the last two columns are of as many",
-        "steps as take the baseline's seconds.",
+        "`step`: CPU time of a step over the baseline's, where a method has other work to do in it. Where they differ by",
+        f"more than {FASTER:.0%}, the last two columns are of as many steps as take the baseline's seconds.",
         "",
         f"Baseline: `{' '.join(BASELINE)}`",
         "",
