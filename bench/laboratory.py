@@ -337,7 +337,7 @@ def page(book: Notebook) -> list[str]:
         f"`python bench/laboratory.py`, {len(SEEDS)} seeds of {STEPS} steps. Paired differences from the baseline with",
         "Student's interval of 95 %, in bold where it lies on one side of zero; shares are in percent.",
         "Of validation loss and FID less is better; weights, losses and times change what a validation loss measures.",
-        "`step`: CPU time of a step over the baseline's, where a method has other work to do in it. Where they differ by",
+        "`step`: CPU time of a step over the baseline's, where a method does other work. Where they differ by",
         f"more than {FASTER:.0%}, the last two columns are of as many steps as take the baseline's seconds.",
         "",
         f"Baseline: `{' '.join(BASELINE)}`",
