@@ -132,9 +132,12 @@ def test_what_can_train_passes(tiny: DictConfig, values: dict[str, object]):
 
 
 def test_a_run_that_goes_on_may_have_lost_where_it_began(tiny: DictConfig, tmp_path: Path):
+    cfg = changed(tiny, {"run.resume": "/absent", "run.dir": str(tmp_path)})
+    with pytest.raises(ConfigError, match="run.resume=/absent must be auto, never, or the path of a checkpoint"):
+        preflight(cfg, ranks=1)
     for name in ("config.yaml", "environment.json"):
         (tmp_path / name).touch()
-    preflight(changed(tiny, {"run.resume": "/absent", "run.dir": str(tmp_path)}), ranks=1)
+    preflight(cfg, ranks=1)
 
 
 def test_component_outside_the_allowed_packages_needs_a_word(tiny: DictConfig):
