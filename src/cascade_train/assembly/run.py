@@ -196,14 +196,13 @@ def build_trainer(
     facts = {} if run.resume_from is None else read_manifest(run.resume_from).facts
     seen = {key: facts[key] for key in ("step", "samples_seen") if facts}
     max_steps = data.last_step(feed, **limits, **seen)
-    continued = None if run.created else run.resume_from  # a new directory is a tracked run of its own
     tracker = build_tracker(
         cfg.tracker.name.value,
         **{key: cfg.tracker[key] for key in ("project", "entity")},
         mode=cfg.tracker.mode.value,
         run_name=cfg.run.name,
         directory=run.path,
-        run_id=None if continued is None else read_manifest(continued).facts["tracker_run_id"],
+        run_id=None if run.created else facts.get("tracker_run_id"),  # a new directory is a tracked run of its own
         config=to_plain(cfg),
     )
     keys = ("keep_last", "keep_every_steps", "keep_best", "best_metric", "keep_optimizer")
