@@ -195,7 +195,7 @@ def build_trainer(
     limits = {key: cfg.train[key] for key in ("max_steps", "max_epochs", "global_batch_size")}
     facts = {} if run.resume_from is None else read_manifest(run.resume_from).facts
     seen = {key: facts[key] for key in ("step", "samples_seen") if facts}
-    max_steps = data.last_step(feed, **limits, **seen)
+    max_steps = data.last_step(feed, **limits, **seen, state=facts.get("data"))
     tracker = build_tracker(
         cfg.tracker.name.value,
         **{key: cfg.tracker[key] for key in ("project", "entity")},
@@ -257,6 +257,8 @@ def start_facts(cfg: DictConfig, parts: Parts, data: DataSet, run: RunDirectory,
     accumulated = cfg.train.global_batch_size // (micro * world.ranks)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     length = f"steps {trainer.step + 1} to {trainer.max_steps}" if trainer.step else f"{trainer.max_steps} steps"
+    if trainer.step >= trainer.max_steps:
+        length = f"no steps after step {trainer.step}"
     samples = "streamed, length unknown"
     if data.training.index.rows_are_samples:
         held_out = f", {len(data.held_out.rows):,} held out" if data.held_out is not None else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,19 +117,21 @@ class DataSet:
         global_batch_size: int,
         step: int = 0,
         samples_seen: int = 0,
+        state: Mapping[str, Any] | None = None,
     ) -> int:
         """Return the step at which training ends: by its steps, its epochs or the examples to see.
 
-        `step` and `samples_seen` are those of the checkpoint that goes on: batches may have had another size.
+        `step`, `samples_seen` and `state`, that of the feed, are those of the checkpoint that goes on: its data and the
+        size of its batches may have been others.
         """
         examples = self.training.source.num_examples_to_see
-        of_samples = [
-            None if max_epochs is None else feed.steps_of_epochs(max_epochs),
-            None if examples is None else -(-examples // global_batch_size),
+        left = None if examples is None else -(-examples // global_batch_size) - samples_seen // global_batch_size
+        limits = [
+            max_steps,
+            None if max_epochs is None else feed.steps_of_epochs(max_epochs, state),
+            None if left is None else step + max(0, left),
         ]
-        done = samples_seen // global_batch_size
-        limits = [step + max(0, limit - done) for limit in of_samples if limit is not None]
-        return min(limits if max_steps is None else [max_steps, *limits])
+        return min(limit for limit in limits if limit is not None)
 
     def held_out_feed(self, *, seed: int, samples: int, micro_batch_size: int, rank: int, ranks: int) -> HeldOutFeed:
         """Return the feed of `samples` held-out samples in a fixed order, as many on every rank.

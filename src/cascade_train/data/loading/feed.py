@@ -84,9 +84,9 @@ class Feed(abc.ABC):
         """Return lines about the samples, logged before training starts."""
         return self._order.report()
 
-    def steps_of_epochs(self, epochs: int) -> int:
-        """Return the optimizer steps of the first `epochs` epochs; the last may open the next."""
-        return self._order.steps_of_epochs(epochs)
+    def steps_of_epochs(self, epochs: int, state: Mapping[str, Any] | None = None) -> int:
+        """Return the step at which the first `epochs` epochs end, of a run that goes on at `state`; None = a new one."""
+        return self._order.steps_of_epochs(epochs, state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the identity of the order, equal on all ranks, as JSON holds it."""

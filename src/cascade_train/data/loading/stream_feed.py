@@ -82,7 +82,7 @@ class StreamFeed(Feed):
             " tars that it was within from their beginning."
         ]
 
-    def steps_of_epochs(self, epochs: int) -> int:
+    def steps_of_epochs(self, epochs: int, state: Mapping[str, Any] | None = None) -> int:
         """Raise a ConfigError: the length of streams is unknown."""
         raise ConfigError(
             "data.urls are streams, whose length is unknown before they end: give train.max_steps instead of"

@@ -119,11 +119,18 @@ class Order:
         own = {tuple(size): self._layouts.own.of_bucket(b) for b, size in enumerate(self._layouts.sizes_K2.tolist())}
         return {shape: rows if len(rows) else self._rows for shape, rows in own.items()}
 
-    def steps_of_epochs(self, epochs: int) -> int:
-        """Return how many optimizer steps the first `epochs` epochs take; the last may open the next epoch."""
+    def steps_of_epochs(self, epochs: int, state: Mapping[str, Any] | None = None) -> int:
+        """Return the position at which the first `epochs` epochs end, of a run that goes on at `state`; None = a new one.
+
+        The last step may open the next epoch.
+        """
+        start = Start() if state is None else self._start_of(state)
+        if self._plan_from(self._global_batch_size, Start()).epoch_start(start.position) == start:
+            start = Start()  # nothing has changed since the run began
         if self._leftover == "carry":
-            return -(-epochs * len(self._rows) // self._global_batch_size)
-        return self._plan_from(self._global_batch_size, Start()).first_step(epochs)
+            samples = (epochs - start.epoch) * len(self._rows) - sum(start.taken)
+            return start.position + max(0, -(-samples // self._global_batch_size))
+        return self._plan_from(self._global_batch_size, start).first_step(epochs)
 
     def state(self, position: int) -> dict[str, Any]:
         """Return a position with the identity of its order."""
@@ -138,30 +145,34 @@ class Order:
 
     def restore(self, state: Mapping[str, Any]) -> int:
         """Continue the plan that `state` belongs to, and return its position. Raises as `Feed.load_state_dict`."""
+        changed, size = self._changes(state), state["global_batch_size"]
+        if changed and self._on_change == "refuse":
+            raise ConfigError(
+                f"the checkpoint's data position does not fit this run's data: {changed[0]}, or start another run"
+                " with a new run.name, or end the epoch here by data.on_change=restart"
+            )
+        if size != self._global_batch_size and self._on_change == "refuse":
+            raise ConfigError(
+                f"the checkpoint's data position counts global batches of {size} samples, but train."
+                f"global_batch_size={self._global_batch_size}: set it back (ranks and micro-batches may change), or"
+                " start another run with a new run.name, or continue with other batches by data.on_change=restart"
+            )
+        start = self._start_of(state)
+        if changed:
+            _log.warning("The data changed (%s); epoch %d begins.", "; ".join(changed), start.epoch)
+        elif size != self._global_batch_size:
+            _log.warning("Epoch %d continues with global batches of %d.", start.epoch, self._global_batch_size)
+        self._plan = self._plan_from(self._global_batch_size, start)
+        return int(state["position"])
+
+    def _start_of(self, state: Mapping[str, Any]) -> Start:
+        """Return where the plan of a run begins that goes on at a state: at the next epoch where its data changed."""
         position, size = state["position"], state["global_batch_size"]
         saved = state.get("start", {"position": 0, "epoch": 0, "taken": []})  # older states begin at the beginning
         start = Start(position=saved["position"], epoch=saved["epoch"], taken=tuple(saved["taken"]))
-        changed = self._changes(state)
-        is_refused = self._on_change == "refuse"
-        if changed:
-            if is_refused:
-                raise ConfigError(
-                    f"the checkpoint's data position does not fit this run's data: {changed[0]}, or start another run"
-                    " with a new run.name, or end the epoch here by data.on_change=restart"
-                )
-            start = Start(position=position, epoch=start.epoch + 1)
-            _log.warning("The data changed (%s); epoch %d begins.", "; ".join(changed), start.epoch)
-        elif size != self._global_batch_size:
-            if is_refused:
-                raise ConfigError(
-                    f"the checkpoint's data position counts global batches of {size} samples, but train."
-                    f"global_batch_size={self._global_batch_size}: set it back (ranks and micro-batches may change), or"
-                    " start another run with a new run.name, or continue with other batches by data.on_change=restart"
-                )
-            start = self._plan_from(size, start).start_at(position)
-            _log.warning("Epoch %d continues with global batches of %d.", start.epoch, self._global_batch_size)
-        self._plan = self._plan_from(self._global_batch_size, start)
-        return int(position)
+        if self._changes(state):
+            return Start(position=position, epoch=start.epoch + 1)
+        return start if size == self._global_batch_size else self._plan_from(size, start).start_at(position)
 
     def report(self) -> list[str]:
         """Return lines on enlarged samples, the histogram of shapes, and those that fill slowly."""

@@ -146,6 +146,30 @@ def test_epochs_count_steps() -> None:
     assert resumed.steps_of_epochs(2) == order(leftover="drop").steps_of_epochs(2)
 
 
+@pytest.mark.parametrize("leftover", ["carry", "drop", "flush"])
+def test_epochs_that_are_left_are_counted_in_the_data_that_a_run_goes_on_with(leftover: str) -> None:
+    state = saved(order(leftover=leftover), 30)
+    epoch = state["start"]["epoch"]
+    assert order(leftover=leftover).steps_of_epochs(5, state) == order(leftover=leftover).steps_of_epochs(5)
+    fewer = order(of=index(48), leftover=leftover, on_change="restart")
+    assert fewer.steps_of_epochs(epoch + 3, state) == 30 + fewer.steps_of_epochs(2)
+    assert fewer.steps_of_epochs(epoch + 1, state) == 30, "the epoch that was cut short counts"
+    fewer.restore(state)
+    later = order(of=index(48), leftover=leftover)
+    assert later.steps_of_epochs(epoch + 3, saved(fewer, 35)) == fewer.steps_of_epochs(epoch + 3, state)
+
+
+def test_epochs_with_replacement_end_where_they_would_have_ended_without_a_stop() -> None:
+    state = saved(order(replacement=True), 30)
+    assert order(replacement=True).steps_of_epochs(5, state) == order(replacement=True).steps_of_epochs(5)
+
+
+def test_epochs_with_other_batches_count_the_samples_that_are_left() -> None:
+    state = saved(order(), 6)
+    larger = order(on_change="restart", size=16)
+    assert larger.steps_of_epochs(2, state) == 6 + -(-(2 * 97 - 6 * 8) // 16)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"leftover": "drop"}, {"replacement": True}, {"buckets": Buckets(multiple_px=8, random_share=1.0)}],
