@@ -23,7 +23,7 @@ from cascade_train.data.tar.index import JoinedTars
 from cascade_train.data.tar.members import PARTS, raw_sample
 from cascade_train.data.tar.storage import ReadAhead, Store
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.options import File, Free, Order, check_least
+from cascade_train.options import File, Free, Order, Positive
 
 if TYPE_CHECKING:
     from cascade_train.data.loading.feed import Feed, FeedRequest
@@ -40,7 +40,7 @@ class WebDataset(Source):
     index_dir: Free[str | None]
     row_filters: Order[list[list[Any]] | dict[str, str] | None]
     listing: Free[str | None] = None
-    streams: Order[int | None] = None
+    streams: Order[Positive[int | None]] = None
     stream: Order[StreamSpec] = field(default_factory=StreamSpec)
 
     caption = PARTS["caption"]  # the extension of caption files, for sources that inherit
@@ -50,7 +50,6 @@ class WebDataset(Source):
         entries = [self.urls] if isinstance(self.urls, str) else list(self.urls)
         if not entries or not all(isinstance(entry, str) and entry for entry in entries):
             raise ValueError(f"data.urls={self.urls} must be a path or a list of paths, as in data.urls=[a.tar,b.tar]")
-        check_least("data.streams", self.streams, 1, "null chooses a number")
         self._filters = parse_row_filters(self.row_filters)
         self._cache_dir = None if self.index_dir is None else Path(self.index_dir).expanduser()
         self._tars: list[Tar] = []
