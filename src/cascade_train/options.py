@@ -136,7 +136,10 @@ def check_fields(owner: Any, prefix: str = "") -> None:
 
 @cache
 def _field_checks(owner: Any) -> list[tuple[str, Callable[[str, Any], None], bool]]:
-    hints = get_type_hints(owner, include_extras=True)
+    try:
+        hints = get_type_hints(owner, include_extras=True)
+    except NameError:  # of a class of one's own, which imports it for type checkers alone
+        return _field_checks(owner.__base__)
     return [(name, check, _may_be_null(hint)) for name, hint in hints.items() for check in _checks(hint)]
 
 

@@ -84,6 +84,13 @@ def test_fields_are_checked_by_their_markers(changes: dict[str, Any], message: s
         check_fields(Marked(**changes), "part.")
 
 
+def test_a_type_that_cannot_be_evaluated_leaves_the_others_to_be_checked() -> None:
+    own = type("Own", (Marked,), {"__annotations__": {"given": "ImportedForTypesAlone"}})
+    check_fields(own())
+    with pytest.raises(ConfigError, match="lr=0.0 must be greater than 0"):
+        check_fields(own(lr=0.0))
+
+
 def test_an_expression_that_decides_nothing_is_refused() -> None:
     names = ["text_encoder.q\nold.q", "text_encoder_2.q", "network.q"]
     check_found("task.ranks", ["encoder_2", "old", "q"], names, "modules")

@@ -85,14 +85,15 @@ def test_samples_without_a_part_are_left_out_and_reported(tmp_path: Path, caplog
     assert "0003 (png); 0004 (txt); 0005 (gif)" in caplog.text
 
 
-def test_a_tar_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+def test_a_tar_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path = tars.write(tmp_path / name, tars.samples(range(3)))
 
     def refuse(self: Path, *_: Any) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(RunError, match="a tar cannot be read: .* Permission denied: '.*a.tar'"):
+    with pytest.raises(RunError, match=f"a tar cannot be read: .* Permission denied: '.*{name}'"):
         tars.webdataset(path).open()
 
 

@@ -17,6 +17,7 @@ from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
+from tests.unit.data.order.test_plan import pairs
 
 SHAPES = [(64, 64), (128, 64), (64, 128), (96, 64), (64, 64)]
 RATIOS = ["1/1", "1/2", "2/3"]
@@ -54,10 +55,7 @@ def order(*, of: Index | None = None, size: int = 8, **options: Any) -> Order:
 
 def drawn(of: Order, positions: range) -> list[tuple[int, int]]:
     """Return (epoch, row) of the samples that count."""
-    steps = [of.step(position) for position in positions]
-    counted = [np.ones(len(s.rows)) if s.weights is None else s.weights for s in steps]
-    triples = [zip(s.epochs.tolist(), s.rows.tolist(), w, strict=True) for s, w in zip(steps, counted, strict=True)]
-    return [(epoch, row) for triple in triples for epoch, row, weight in triple if weight]
+    return [pair for position in positions for pair in pairs(of.step(position))]
 
 
 def saved(of: Order, position: int) -> dict[str, Any]:
