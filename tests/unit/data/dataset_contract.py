@@ -22,8 +22,8 @@ GLOBAL_BATCH_SIZE = 8
 
 
 @contextmanager
-def loading(source: Source, **options: Any) -> Iterator[Loader]:
-    """Open a source and load all of it."""
+def loading(source: Source, **options: Any) -> Iterator[Any]:
+    """Open a source, and yield the feed of all of it."""
     index, position = source.open(), options.pop("position", 0)
     defaults = {
         "rows": np.arange(len(index)),
@@ -33,12 +33,13 @@ def loading(source: Source, **options: Any) -> Iterator[Loader]:
         "rank": 0,
         "ranks": 1,
     }
-    loader = Loader(source, FeedRequest(index=index, **{**defaults, **options}))
-    loader.seek(position)
+    request = FeedRequest(index=index, **{**defaults, **options})
+    feed = source.own_feed(request) or Loader(source, request)
+    feed.seek(position)
     try:
-        yield loader
+        yield feed
     finally:
-        loader.close()
+        feed.close()
 
 
 def content(step: list[Batch]) -> str:
