@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import regex
@@ -82,12 +82,6 @@ def check_length(key: str, value: float) -> None:
         )
 
 
-def check_share(key: str, value: float, why: str) -> None:
-    """Refuse a value outside [0, 1], with a reason or a remedy."""
-    if not 0.0 <= value <= 1.0:
-        raise ConfigError(f"{key}={value} must lie between 0 and 1: {why}")
-
-
 MOST_BLOCKS = 1000
 """Blocks of a level of a network: ten times those of the deepest. A million take minutes to make, and no memory yet."""
 
@@ -132,24 +126,38 @@ Rising = Annotated[T, check_increasing]
 def check_fields(owner: Any, prefix: str = "") -> None:
     """Check the attributes of a dataclass by the markers and Literals of their types; None passes."""
     kind: Any = type(owner)
-    for name, check in _field_checks(kind):
+    for name, check, may_be_null in _field_checks(kind):
         if (value := getattr(owner, name)) is not None:
-            check(f"{prefix}{name}", value)
+            try:
+                check(f"{prefix}{name}", value)
+            except ConfigError as error:
+                raise ConfigError(f"{error}, or null") if may_be_null else error from None
 
 
 @cache
-def _field_checks(owner: Any) -> list[tuple[str, Callable[[str, Any], None]]]:
-    hints = get_type_hints(owner, include_extras=True)
-    return [(name, check) for name, hint in hints.items() for check in _checks(hint)]
+def _field_checks(owner: Any) -> list[tuple[str, Callable[[str, Any], None], bool]]:
+    try:
+        hints = get_type_hints(owner, include_extras=True)
+    except NameError:  # of a class of one's own, which imports it for type checkers alone
+        return _field_checks(owner.__base__)
+    return [(name, check, _may_be_null(hint)) for name, hint in hints.items() for check in _checks(hint)]
+
+
+def _may_be_null(hint: Any) -> bool:
+    nests = get_origin(hint) in (Annotated, Union, UnionType)
+    return hint is NoneType or (nests and any(map(_may_be_null, get_args(hint))))
 
 
 def _checks(hint: Any) -> Iterator[Callable[[str, Any], None]]:
     if get_origin(hint) is Literal:
         yield partial(check_choice, choices=get_args(hint))
-    elif get_origin(hint) in (Annotated, Union, UnionType):
-        yield from (marker for marker in getattr(hint, "__metadata__", ()) if callable(marker))
-        for item in get_args(hint):
-            yield from _checks(item)
+    elif get_origin(hint) is Annotated:
+        yield from (marker for marker in hint.__metadata__ if callable(marker))
+        yield from _checks(get_args(hint)[0])
+    elif get_origin(hint) in (Union, UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        if len(kinds) == 1:  # of several, the owner knows which a value is
+            yield from _checks(kinds[0])
 
 
 def check_pattern(key: str, pattern: str) -> None:

@@ -23,14 +23,12 @@ from cascade_train.options import (
     check_found,
     check_increasing,
     check_least,
-    check_share,
     check_within,
 )
 
 CHECKS = [
     (lambda value: check_above("key", value, 0), [1, 0.1], [0, -1, math.nan], "must be greater than 0; give a larger"),
     (lambda value: check_least("key", value, 1, "why"), [1, None], [0, 0.9, math.nan], "must be at least 1: why"),
-    (lambda value: check_share("key", value, "why"), [0.0, 1.0], [-0.1, 1.1, math.nan], "between 0 and 1: why"),
     (
         lambda value: check_within("key", value, 0.0, 2.0),
         [0.0, 2.0],
@@ -66,23 +64,31 @@ class Marked:
     beta: Share[float] = 0.5
     span: Rising[list[float]] | None = None
     kind: Literal["mean", "last"] | None = None
+    shares: dict[str, float] | Literal["equal"] | None = None
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"lr": 0.0}, "part.lr=0.0 must be greater than 0;"),
-        ({"steps": 1}, "part.steps=1 must be greater than 1;"),
+        ({"steps": 1}, "part.steps=1 must be greater than 1; give a larger part.steps, or null$"),
         ({"beta": 1.5}, r"part.beta=1.5 must lie in \[0.0, 1.0\]"),
         ({"beta": -0.5}, r"part.beta=-0.5 must lie in \[0.0, 1.0\]"),
         ({"span": [1.0, 1.0]}, "part.span=.*low < high"),
-        ({"kind": "sum"}, "part.kind=sum is unknown; choose one of mean, last"),
+        ({"kind": "sum"}, "part.kind=sum is unknown; choose one of mean, last, or null$"),
     ],
 )
 def test_fields_are_checked_by_their_markers(changes: dict[str, Any], message: str) -> None:
-    check_fields(Marked())
+    check_fields(Marked(shares={"a": 1.0}))
     with pytest.raises(ConfigError, match=message):
         check_fields(Marked(**changes), "part.")
+
+
+def test_a_type_that_cannot_be_evaluated_leaves_the_others_to_be_checked() -> None:
+    own = type("Own", (Marked,), {"__annotations__": {"given": "ImportedForTypesAlone"}})
+    check_fields(own())
+    with pytest.raises(ConfigError, match="lr=0.0 must be greater than 0"):
+        check_fields(own(lr=0.0))
 
 
 def test_an_expression_that_decides_nothing_is_refused() -> None:

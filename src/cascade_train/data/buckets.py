@@ -17,7 +17,7 @@ import numpy as np
 
 from cascade_train.data.index.rows import Index
 from cascade_train.data.index.selection import Selection
-from cascade_train.options import check_choice, check_least, check_share
+from cascade_train.options import Positive, Share, check_fields, check_least
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "original": ("1/1", "1/2", "1/3", "2/3", "3/4", "1/5", "2/5", "3/5", "4/5", "1/6", "5/6", "9/16"),
@@ -82,15 +82,13 @@ def exact_table(sizes_K2: np.ndarray) -> BucketTable:
 class Buckets:
     """How sizes are made of aspect ratios, how pictures find theirs, and which are too small."""
 
-    multiple_px: int = 32
+    multiple_px: Positive[int] = 32
     distance: Literal["log", "linear"] = "log"
-    random_share: float = 0.0
+    random_share: Share[float] = 0.0
     max_upscale: float | None = None
 
     def __post_init__(self) -> None:
-        check_choice("data.buckets.distance", self.distance, ("log", "linear"))
-        check_least("data.buckets.multiple_px", self.multiple_px, 1, "it is a number of pixels")
-        check_share("data.buckets.random_share", self.random_share, "it is a share of the pictures")
+        check_fields(self, "data.buckets.")
         check_least("data.buckets.max_upscale", self.max_upscale, 1.0, "1 enlarges none; null = no limit")
 
     def table(self, image_size: int, aspect_ratios: list[str | float] | str | None) -> BucketTable:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cascade_train.data.sample import RawSample, UnreadableSampleError, value_of
 from cascade_train.data.tags import Tags, draw_index, weighted_texts
-from cascade_train.options import check_choice
+from cascade_train.options import check_fields
 
 if TYPE_CHECKING:
     import torch
@@ -42,13 +42,13 @@ class Captions:
     tags: Tags = field(default_factory=Tags)
 
     def __post_init__(self) -> None:
+        check_fields(self, "data.captions.")
         self._keys = {self.key: 1.0} if isinstance(self.key, str) else dict(self.key)
         if not self._keys or not all(self._keys) or min(self._keys.values()) <= 0:
             raise ValueError(
                 f"data.captions.key={self.key} must be the name of a key, or a mapping of names to weights above 0, as"
                 " in {caption: 0.95, txt: 0.05}"
             )
-        check_choice("data.captions.choose", self.choose, ("whole", "first", "random"))
         texts = [self.template] if isinstance(self.template, str) else self.template
         if texts is not None and not texts:
             raise ValueError("data.captions.template=[] holds no template to draw; null takes captions as they are")

@@ -129,9 +129,9 @@ class ClassFolders(PictureFolder):
         index = super()._build_index()  # loads the prompts
         return self._given.add_to(index)
 
-    def caption(self, row: int) -> str:
+    def caption(self, row: int) -> tuple[str, str]:
         """See `PictureFolder.caption`."""
-        return self._prompts[self._class_of(row)][0]
+        return self._prompts[self._class_of(row)][0], "the prompts of its class"
 
     def _class_of(self, row: int) -> str:
         return self._index.keys[row].decode().partition("/")[0]

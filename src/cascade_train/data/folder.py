@@ -36,11 +36,11 @@ from cascade_train.data.index.rows import (
     repeat_rows,
     text_checksum,
 )
-from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.data.sample import RawSample, UnreadableSampleError, caption_text
 from cascade_train.data.source import FileSource
 from cascade_train.data.table import METADATA_FILES, caption_of, number_of, read_metadata_files
 from cascade_train.errors import ConfigError
-from cascade_train.options import File, Free, Order, check_choice
+from cascade_train.options import File, Free, Order
 
 FOLDER_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("caption", "u1"), ("values", "u1"), ("mask", "u1")]
 _log = logging.getLogger(__name__)
@@ -65,8 +65,8 @@ class PictureFolder(FileSource):
         """
 
     @abc.abstractmethod
-    def caption(self, row: int) -> str:
-        """Return the caption of a row of the index."""
+    def caption(self, row: int) -> tuple[str, str]:
+        """Return the caption of a row of the index, and where it was found."""
 
     def check(self) -> None:
         """See `Source.check`: the folder, and a picture in it."""
@@ -151,20 +151,15 @@ class PictureFolder(FileSource):
     def read(self, row: int) -> RawSample:
         """See `Source.read`: a picture and the files beside it."""
         name, entry = self._index.keys[row].decode(), self._index.table[row]
+        caption, caption_from = self.caption(row)
         return RawSample(
             image=self.limits.read(self._root / name, "image"),
-            caption=self.caption(row),
-            caption_from=self.caption_from_of(row),
+            caption=caption,
+            caption_from=caption_from,
             key=self._index.name(row),
             mask=self.limits.read(self._root / beside(name, MASK), "mask") if entry["mask"] else None,
             values=self.values_of(row) if self.captions.needs_values else {},
         )
-
-    def caption_from_of(self, row: int) -> str:
-        """Return where `caption` finds the caption of a row of the index."""
-        place = self._index.table["caption"][row]
-        names = "a metadata file" if caption_of(self._metadata[row]) else "the picture's name"
-        return f"{CAPTION_FILES[place]} beside the picture" if place else names
 
     def values_of(self, row: int) -> Mapping[str, Any]:
         """Return the values of the json or yaml beside a picture, none where there is no such file."""
@@ -194,7 +189,6 @@ class Folder(PictureFolder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("data.caption_from", self.caption_from, ("file_or_name", "file", "name"))
         self._takes_captions = self.caption_from != "name"
 
     def usable(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
@@ -243,21 +237,15 @@ class Folder(PictureFolder):
             replace(file, row=rows.get(file.name, {})) if uses_all or not file.caption else file for file in found
         ], folders
 
-    def caption_from_of(self, row: int) -> str:
-        """See `PictureFolder.caption_from_of`."""
-        return "the picture's name" if self.caption_from == "name" else super().caption_from_of(row)
-
-    def caption(self, row: int) -> str:
+    def caption(self, row: int) -> tuple[str, str]:
         """See `PictureFolder.caption`."""
         name, place = self._index.keys[row].decode(), self._index.table["caption"][row]
-        extension = "" if self.caption_from == "name" else CAPTION_FILES[place]
-        if not extension:
-            return caption_of(self._metadata[row]) or caption_of_name(name)
-        try:
-            content = self.limits.read(self._root / beside(name, extension), "caption")
-            return content.decode("utf-8-sig").strip()
-        except UnicodeDecodeError as error:
-            raise UnreadableSampleError(f"the caption is not UTF-8: {error}") from error
+        if place and self.caption_from != "name":
+            path = self._root / beside(name, CAPTION_FILES[place])
+            return caption_text(self.limits.read(path, "caption")), f"{CAPTION_FILES[place]} beside the picture"
+        if text := caption_of(self._metadata[row]):
+            return text, "a metadata file"
+        return caption_of_name(name), "the picture's name"
 
 
 def _identity(found: list[PictureFile]) -> str:

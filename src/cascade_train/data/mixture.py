@@ -6,7 +6,6 @@ import abc
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -14,11 +13,11 @@ import numpy as np
 from cascade_train.data.buckets import BucketTable, exact_table
 from cascade_train.data.captions import Captions
 from cascade_train.data.index.rows import ROW_FIELDS, Index, repeat_counts, repeat_rows
-from cascade_train.data.index.selection import RowSelector, selected, size_selection
+from cascade_train.data.index.selection import RowSelector, selected
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
-from cascade_train.options import Order
+from cascade_train.options import Order, Positive
 
 LEAST_BLOCK = 1024  # samples: a block of fewer would hold too few of a small source to keep its share
 _log = logging.getLogger(__name__)
@@ -90,12 +89,6 @@ class JoinedSource(Source):
         """See `Source.selectors`; by size, each source is asked as it is opened where the joined index lists others."""
         return self.quarantine_selectors() if self.has_sizes else super().selectors()
 
-    def _by_size(self, table: BucketTable) -> list[RowSelector]:
-        filters: list[RowSelector] = [partial(size_selection, self._size_filters)] if self._size_filters else []
-        if self.buckets.max_upscale is not None:
-            filters.append(lambda index: self.buckets.selection(index, table))
-        return filters if self.has_sizes else []
-
     def check(self) -> None:
         """See `Source.check`: of each source."""
         for source in self.joined().values():
@@ -106,7 +99,8 @@ class JoinedSource(Source):
         parts = {}
         for key, source in self.joined().items():
             index, table = source.open(), self._table_of(source)
-            rows = np.flatnonzero(selected(index, [*source.selectors(), *self._by_size(table)]))
+            by_size = self.size_selectors(table) if self.has_sizes else []
+            rows = np.flatnonzero(selected(index, [*source.selectors(), *by_size]))
             parts[key] = Part(source=source, index=index, rows=rows, buckets=table)
         return parts
 
@@ -267,13 +261,11 @@ class Regularised(JoinedSource):
     source: Source
     regularisation: Source
     share: Order[float]
-    weight: float
+    weight: Positive[float]
 
     def __post_init__(self) -> None:
         if not 0.0 < self.share < 1.0:
             raise ValueError(f"data.share={self.share} must lie between 0 and 1: it is the regularisation's part")
-        if self.weight <= 0.0:
-            raise ValueError(f"data.weight={self.weight} must be above 0: it multiplies the regularisation's loss")
         super().__post_init__()
 
     def joined(self) -> dict[str, Source]:

@@ -95,6 +95,14 @@ class FileLimits:
             raise UnreadableSampleError(f"its {part} is no plain file: {error}") from error
 
 
+def caption_text(content: bytes) -> str:
+    """Return the caption in a text file; an UnreadableSampleError where it is not UTF-8."""
+    try:
+        return content.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise UnreadableSampleError(f"the caption is not UTF-8: {error}") from error
+
+
 def most_unreadable(samples: int, max_share: float) -> float:
     """Return how many unreadable samples do not stop a run: a share, or a few."""
     return max(min(FEW, samples // 2), max_share * samples)

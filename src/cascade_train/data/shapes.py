@@ -22,7 +22,7 @@ from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
 from cascade_train.data.tar.members import write_tar
 from cascade_train.errors import ConfigError
-from cascade_train.options import check_least, check_share
+from cascade_train.options import Positive, Share, check_least
 
 COLOURS = {
     "red": (214, 40, 40),
@@ -79,17 +79,15 @@ class Shapes(Source):
     model, since objects cover a twentieth of a picture.
     """
 
-    samples: int
+    samples: Positive[int]
     seed: int
     only: list[str] | None = None
     names: dict[str, str] | None = None
-    background_weight: float = 1.0
+    background_weight: Share[float] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least("data.samples", self.samples, 1, "it counts the pictures")
         check_least("data.image_size", self.image_size, 16, "shapes need as many pixels")
-        check_share("data.background_weight", self.background_weight, "it is a share of the object's")
         for key, words in (("only", self.only or []), ("names", list(self.names or {}))):
             for unknown in (word for word in words if word not in WORDS):
                 raise ValueError(f"data.{key}: {unknown!r} is no word of a scene; choose from {', '.join(WORDS)}")

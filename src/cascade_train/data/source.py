@@ -25,7 +25,7 @@ from cascade_train.data.index.selection import (
 )
 from cascade_train.data.sample import FileLimits, RawSample
 from cascade_train.errors import RunError
-from cascade_train.options import File, Free, Order, check_choice, check_least, check_share
+from cascade_train.options import File, Free, Order, Positive, Share, check_fields, check_least
 
 if TYPE_CHECKING:
     from cascade_train.data.loading.feed import Feed, FeedRequest
@@ -39,41 +39,30 @@ class Source(abc.ABC):
     """
 
     is_cache: ClassVar[bool] = False  # whether it holds what a cache was filled with, and no pictures
-    image_size: int
+    image_size: Positive[int]
     crop: Literal["center", "random", "saliency"]
-    shuffle_window_shards: Order[int]
+    shuffle_window_shards: Order[Positive[int]]
     num_workers: Free[int]
     worker_start: Free[Literal["fork", "forkserver", "spawn"]]
     captions: Captions = field(default_factory=Captions)
     size_filters: list[list[Any]] | dict[str, str] | None = None
     quarantine: Order[File[str | None]] = None
-    flip_prob: float = 0.0
-    max_pixels: int | None = 2**27
-    max_file_mib: int | None = 128
-    max_text_kib: int | None = 1024
-    max_unreadable_share: Free[float] = 0.01
-    max_wait_seconds: Free[float | None] = 600.0
+    flip_prob: Share[float] = 0.0
+    max_pixels: Positive[int | None] = 2**27
+    max_file_mib: Positive[int | None] = 128
+    max_text_kib: Positive[int | None] = 1024
+    max_unreadable_share: Free[Share[float]] = 0.01
+    max_wait_seconds: Free[Positive[float | None]] = 600.0
     aspect_ratios: list[str | float] | str | None = None
     buckets: Buckets = field(default_factory=Buckets)
     leftover: Order[Literal["carry", "drop", "flush"]] = "carry"
     replacement: Order[bool] = False
-    num_examples_to_see: Free[int | None] = None
+    num_examples_to_see: Free[Positive[int | None]] = None
     on_change: Free[Literal["refuse", "restart"]] = "refuse"
 
     def __post_init__(self) -> None:
-        check_choice("data.crop", self.crop, ("center", "random", "saliency"))
-        check_choice("data.worker_start", self.worker_start, ("fork", "forkserver", "spawn"))
-        check_choice("data.leftover", self.leftover, ("carry", "drop", "flush"))
-        check_choice("data.on_change", self.on_change, ("refuse", "restart"))
-        check_least("data.image_size", self.image_size, 1, "it is the side of a picture in pixels")
-        check_least("data.shuffle_window_shards", self.shuffle_window_shards, 1, "1 mixes within a shard")
+        check_fields(self, "data.")
         check_least("data.num_workers", self.num_workers, 0, "0 reads in the training process")
-        for key in ("max_pixels", "max_file_mib", "max_text_kib", "num_examples_to_see"):
-            check_least(f"data.{key}", getattr(self, key), 1, "null = no limit")
-        check_share("data.flip_prob", self.flip_prob, "it is a share of the pictures")
-        check_share("data.max_unreadable_share", self.max_unreadable_share, "0.03 allows 3 in 100")
-        if self.max_wait_seconds is not None and self.max_wait_seconds <= 0.0:
-            raise ValueError(f"data.max_wait_seconds={self.max_wait_seconds} must be above 0, or null to wait for ever")
         self.limits = FileLimits(max_file_mib=self.max_file_mib, max_text_kib=self.max_text_kib)
         self._size_filters = parse_size_filters(self.size_filters)
         self._bucket_table = self.buckets.table(self.image_size, self.aspect_ratios)
@@ -126,11 +115,14 @@ class Source(abc.ABC):
 
     def selectors(self) -> list[RowSelector]:
         """Return what decides, by the index alone, which rows take part. Raises as `quarantine_selectors`."""
-        by_size: list[RowSelector] = [partial(size_selection, self._size_filters)] if self._size_filters else []
-        by_enlargement: list[RowSelector] = []
+        return [*self.quarantine_selectors(), *self.size_selectors(None)]
+
+    def size_selectors(self, table: BucketTable | None) -> list[RowSelector]:
+        """Return what decides by sizes of pictures, and by those they are trained at; None = the source's own."""
+        selectors: list[RowSelector] = [partial(size_selection, self._size_filters)] if self._size_filters else []
         if self.buckets.max_upscale is not None:
-            by_enlargement.append(lambda index: self.buckets.selection(index, self.bucket_table(index)))
-        return [*by_size, *self.quarantine_selectors(), *by_enlargement]
+            selectors.append(lambda index: self.buckets.selection(index, table or self.bucket_table(index)))
+        return selectors
 
     def own_feed(self, request: FeedRequest) -> Feed | None:
         """Return a feed of the source's own, where it cannot be indexed; None = `feed.Loader` over the index."""

@@ -29,7 +29,7 @@ from cascade_train.data.order.plan import permutation
 from cascade_train.data.tar.files import PIPE, Tar
 from cascade_train.data.tar.members import IMAGE_EXTENSIONS, Dropped, Forward, Member, samples
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.options import Free, check_least
+from cascade_train.options import Free, Positive, check_fields
 from cascade_train.redaction import printable
 
 MEBIBYTE = 1024**2
@@ -44,16 +44,13 @@ _log = logging.getLogger(__name__)
 class StreamSpec:
     """How streams are read: in blocks of at most this many samples and mebibytes."""
 
-    buffer_samples: int = 256
-    buffer_mib: int = 64
-    max_file_mib: Free[int] = 128
-    timeout_seconds: Free[float | None] = 300.0
+    buffer_samples: Positive[int] = 256
+    buffer_mib: Positive[int] = 64
+    max_file_mib: Free[Positive[int]] = 128
+    timeout_seconds: Free[Positive[float | None]] = 300.0
 
     def __post_init__(self) -> None:
-        for name in ("buffer_samples", "buffer_mib", "max_file_mib"):
-            check_least(f"data.stream.{name}", getattr(self, name), 1, "it is a size")
-        if self.timeout_seconds is not None and self.timeout_seconds <= 0:
-            raise ValueError(f"data.stream.timeout_seconds={self.timeout_seconds} must be above 0; null = no limit")
+        check_fields(self, "data.stream.")
 
 
 class Cursor(NamedTuple):
@@ -195,27 +192,9 @@ def stream_samples(
 def _open_stored(tar: Tar) -> Iterator[Any]:
     try:
         with tar.open() as stored:
-            yield stored if tar.compression is None else _Decompressed(tar, tar.compression, stored)
-    except OSError as error:
-        raise _damage_error(tar, error) from error
-
-
-class _Decompressed:
-    """A compressed tar. Its damage is an error here, before tarfile gives it other names."""
-
-    def __init__(self, tar: Tar, compression: str, stored: IO[bytes]) -> None:
-        self._tar, self._file = tar, _DECOMPRESSORS[compression](stored)
-
-    def read(self, size: int) -> bytes:
-        try:
-            content: bytes = self._file.read(size)
-        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-            raise _damage_error(self._tar, error) from error
-        return content
-
-
-def _damage_error(tar: Tar, error: Exception) -> RunError:
-    return RunError(f"data.urls: {tar.item.url} cannot be read to its end: {error}; copy it again")
+            yield stored if tar.compression is None else _DECOMPRESSORS[tar.compression](stored)
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        raise RunError(f"data.urls: {tar.item.url} cannot be read to its end: {error}; copy it again") from error
 
 
 @contextmanager

@@ -19,11 +19,11 @@ from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
 from cascade_train.data.stream import Stream, StreamSpec
 from cascade_train.data.tar.files import Listings, Tar, check_urls, find_tars
-from cascade_train.data.tar.index import JoinedTars
+from cascade_train.data.tar.index import JoinedTars, reading_tars
 from cascade_train.data.tar.members import PARTS, raw_sample
 from cascade_train.data.tar.storage import ReadAhead, Store
-from cascade_train.errors import ConfigError, RunError
-from cascade_train.options import File, Free, Order, check_least
+from cascade_train.errors import ConfigError
+from cascade_train.options import File, Free, Order, Positive
 
 if TYPE_CHECKING:
     from cascade_train.data.loading.feed import Feed, FeedRequest
@@ -40,7 +40,7 @@ class WebDataset(Source):
     index_dir: Free[str | None]
     row_filters: Order[list[list[Any]] | dict[str, str] | None]
     listing: Free[str | None] = None
-    streams: Order[int | None] = None
+    streams: Order[Positive[int | None]] = None
     stream: Order[StreamSpec] = field(default_factory=StreamSpec)
 
     caption = PARTS["caption"]  # the extension of caption files, for sources that inherit
@@ -50,7 +50,6 @@ class WebDataset(Source):
         entries = [self.urls] if isinstance(self.urls, str) else list(self.urls)
         if not entries or not all(isinstance(entry, str) and entry for entry in entries):
             raise ValueError(f"data.urls={self.urls} must be a path or a list of paths, as in data.urls=[a.tar,b.tar]")
-        check_least("data.streams", self.streams, 1, "null chooses a number")
         self._filters = parse_row_filters(self.row_filters)
         self._cache_dir = None if self.index_dir is None else Path(self.index_dir).expanduser()
         self._tars: list[Tar] = []
@@ -66,7 +65,8 @@ class WebDataset(Source):
         """See `Source.open`: index every tar, or take its index from the cache."""
         joined = self.joined_tars()
         if joined is None:
-            return self._open_streams()
+            with reading_tars():
+                return self._open_streams()
         parts, folder = joined.open()
         self._index = Index(
             shards=tuple(tar.name for tar in self._tars),
@@ -83,10 +83,8 @@ class WebDataset(Source):
 
     def joined_tars(self) -> JoinedTars | None:
         """Find the tars, whose index it then makes or reads; None where one cannot be indexed. Raises as `open`."""
-        try:
+        with reading_tars():
             self._tars = [replace(tar, caption=self.caption) for tar in find_tars(self.urls, self._listings)]
-        except OSError as error:
-            raise RunError(f"data.urls: a tar cannot be read: {error}") from error
         if not all(tar.is_indexable for tar in self._tars):
             return None
         return JoinedTars(

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
-from cascade_train.options import check_least
 
 CONTROL = "control"
 """Name of a finished map among a batch's tensors, as a cache holds it; workers' arrays are named `control_…`."""
@@ -156,11 +155,6 @@ def resize_map(map_BCHW: Tensor, size: Sequence[int]) -> Tensor:
     if map_BCHW.shape[-2:] == torch.Size(size):
         return map_BCHW
     return F.interpolate(map_BCHW, size=tuple(size), mode="bilinear", align_corners=False)
-
-
-def check_copy(resize: int | None, smallest: int = 1) -> None:
-    """Check the side of the square copy in which a filter looks."""
-    check_least("task.filter.resize", resize, smallest, "the side in pixels of a copy, or null for the picture itself")
 
 
 def check_threshold(pair: Sequence[float]) -> None:

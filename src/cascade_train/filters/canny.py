@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cascade_train.filters.base import ImageFilter, check_copy, resize_map
+from cascade_train.filters.base import ImageFilter, resize_map
 from cascade_train.filters.parts.requirements import opencv, require
+from cascade_train.options import Positive, check_fields
 
 
 @dataclass(kw_only=True, eq=False)
@@ -22,13 +23,13 @@ class CannyFilter(ImageFilter):
     channels = 1
     at_picture_size = True
 
-    resize: int | None
+    resize: Positive[int | None]
     low: float
     high: float
 
     def __post_init__(self) -> None:
         require("cv2")
-        check_copy(self.resize)
+        check_fields(self, "task.filter.")
         if not 0 <= self.low <= self.high:
             raise ValueError(f"low={self.low}, high={self.high}: edges need 0 <= low <= high; raise high, or lower low")
 

@@ -15,7 +15,7 @@ from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between
 from cascade_train.filters.parts.requirements import Session, WeightsFile, open_session, opencv, require
-from cascade_train.options import File, check_least, check_share
+from cascade_train.options import File, Positive, Share, check_fields
 
 STRIDE = 32
 """Pixels for each place of the map, as for latents of Stage C."""
@@ -62,16 +62,14 @@ class IdentityFilter(ControlFilter):
 
     detector: File[str]
     recogniser: File[str]
-    max_faces: int
-    p_drop: float
-    p_full: float
+    max_faces: Positive[int]
+    p_drop: Share[float]
+    p_full: Share[float]
 
     def __post_init__(self) -> None:
         require("onnxruntime")
         require("cv2")
-        check_least("task.filter.max_faces", self.max_faces, 1, "a map without faces says nothing")
-        check_share("task.filter.p_drop", self.p_drop, "it is a share of faces")
-        check_share("task.filter.p_full", self.p_full, "it is a share of pictures")
+        check_fields(self, "task.filter.")
         self.deterministic = self.p_drop in (0.0, 1.0) and self.p_full in (0.0, 1.0)
 
     def sample_transform(self) -> SampleTransform:
@@ -198,15 +196,9 @@ def _candidates(outputs: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray,
 
 def suppress_overlaps(boxes: np.ndarray) -> np.ndarray:
     """Return the rows of boxes (N, 4), the best first, without those that overlap a better one."""
-    areas = np.prod(boxes[:, 2:] - boxes[:, :2] + 1, axis=1)
-    left = np.arange(len(boxes))
-    kept = []
-    while len(left):
-        best, left = left[0], left[1:]
-        kept.append(best)
-        low, high = np.maximum(boxes[left, :2], boxes[best, :2]), np.minimum(boxes[left, 2:], boxes[best, 2:])
-        shared = np.prod(np.maximum(0.0, high - low + 1), axis=1)
-        left = left[shared / (areas[left] + areas[best] - shared) <= OVERLAP_THRESHOLD]
+    sizes = boxes[:, 2:] - boxes[:, :2] + 1
+    ranks = np.arange(len(boxes), 0, -1)
+    kept = opencv().dnn.NMSBoxes(np.hstack([boxes[:, :2], sizes]).tolist(), ranks.tolist(), 0.0, OVERLAP_THRESHOLD)
     return np.array(kept, dtype=np.int64)
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from cascade_train.batch import SampleTransform
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between, check_threshold
 from cascade_train.filters.parts.requirements import WeightsFile, find_file, load_weights, opencv, require
-from cascade_train.options import File, check_share
+from cascade_train.options import File, Share, check_fields
 
 SALIENCY = WeightsFile(
     key="task.filter.weights",
@@ -56,11 +56,11 @@ class InpaintFilter(ControlFilter):
 
     weights: File[str | None]
     threshold: list[float]
-    p_outpaint: float
+    p_outpaint: Share[float]
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold)
-        check_share("task.filter.p_outpaint", self.p_outpaint, "it is a share of the samples")
+        check_fields(self, "task.filter.")
         if self.weights is None:
             require("cv2")
         fixed = self.threshold[0] == self.threshold[1] and self.p_outpaint in (0.0, 1.0)

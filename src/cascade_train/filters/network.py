@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
-from cascade_train.filters.base import ControlFilter, ControlMap, Encode, check_copy, map_at_picture_size, resize_map
+from cascade_train.filters.base import ControlFilter, ControlMap, Encode, map_at_picture_size, resize_map
 from cascade_train.filters.parts.requirements import WeightsFile, find_file, load_weights, open_session, require
-from cascade_train.options import File, check_least
+from cascade_train.options import File, Positive, check_fields
 
 NETWORK = WeightsFile(
     key="task.filter.weights",
@@ -42,16 +42,15 @@ ONNX_NETWORK = WeightsFile(
 class NetworkMap(ControlFilter):
     """The output of a network that sees a copy of the picture, at the picture's size."""
 
-    channels: int
-    resize: int | None
+    channels: Positive[int]
+    resize: Positive[int | None]
     mean: list[float]  # of red, green and blue in [0, 1], subtracted before the network
     std: list[float]  # by which they are divided then
     output: str | None
     scaling: Literal["picture", "none"]
 
     def __post_init__(self) -> None:
-        check_least("task.filter.channels", self.channels, 1, "the number of channels that the network makes")
-        check_copy(self.resize)
+        check_fields(self, "task.filter.")
         if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
             raise ValueError(f"mean={self.mean}, std={self.std}: give three numbers each, for RGB, std above 0")
 

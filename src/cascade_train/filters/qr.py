@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cascade_train.filters.base import ImageFilter, between, check_copy, check_kernels, disc, pick, resize_map
+from cascade_train.filters.base import ImageFilter, between, check_kernels, disc, pick, resize_map
 from cascade_train.filters.parts.requirements import opencv, require
+from cascade_train.options import Positive, check_fields
 
 LEVEL_SHARE = 0.33
 """Which share of the range between a picture's darkest and brightest pixel counts as dark, and as bright."""
@@ -27,14 +28,14 @@ class BrightnessFilter(ImageFilter):
     channels = 1
     at_picture_size = True
 
-    resize: int | None
+    resize: Positive[int | None]
     blobify: bool
     dilation_kernels: list[int]
     blur_kernels: list[int]
 
     def __post_init__(self) -> None:
         require("cv2")
-        check_copy(self.resize)
+        check_fields(self, "task.filter.")
         check_kernels("dilation_kernels", self.dilation_kernels)
         check_kernels("blur_kernels", self.blur_kernels)
         self.deterministic = not self.blobify

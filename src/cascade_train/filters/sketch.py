@@ -21,14 +21,13 @@ from cascade_train.filters.base import (
     ControlMap,
     Encode,
     between,
-    check_copy,
     check_kernels,
     check_threshold,
     dilate,
     resize_map,
 )
 from cascade_train.filters.parts.requirements import WeightsFile, find_file, load_weights
-from cascade_train.options import File
+from cascade_train.options import File, check_least
 
 EDGES = WeightsFile(
     key="task.filter.weights",
@@ -70,7 +69,7 @@ class SketchFilter(ControlFilter):
     threshold: list[float]
 
     def __post_init__(self) -> None:
-        check_copy(self.resize, SMALLEST_SIDE)
+        check_least("task.filter.resize", self.resize, SMALLEST_SIDE, "the side in pixels of a copy; null = no copy")
         check_kernels("dilation_kernels", self.dilation_kernels)
         check_threshold(self.threshold)
         fixed = not self.binarize or self.threshold[0] == self.threshold[1]

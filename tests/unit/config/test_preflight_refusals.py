@@ -17,7 +17,7 @@ REFUSED = {
     "optimizer.algorithm.betas=[2.0,0.9]": r"^optimizer\.algorithm: Invalid beta parameter at index 0",
     "lr_scheduler=cosine lr_scheduler.min_factor=2": r"^lr_scheduler\.min_factor=2",
     "task.cond_drop_prob=2": r"^task\.cond_drop_prob=2 must lie in",
-    "data.flip_prob=3": r"^data\.flip_prob=3 must lie between 0 and 1",
+    "data.flip_prob=3": r"^data\.flip_prob=3 must lie in \[0.0, 1.0\]",
     "data.buckets.multiple_px=0": r"^data\.buckets\.multiple_px=0",
     "objective.schedule.s=7": r"^objective\.schedule\.s=7 must lie in",
     "objective.timestep_bias.portion=-1": r"^objective\.timestep_bias\.portion=-1 must",

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from cascade_train.data.loading.feed import FeedRequest
-from cascade_train.data.loading.stream_feed import StreamFeed
 from cascade_train.data.stream import StreamSpec
 from cascade_train.data.webdataset import WebDataset
 from tests.unit.data import tars
+from tests.unit.data.dataset_contract import loading
 
 LENGTHS = (5, 9, 2, 12, 7, 4)
 SAMPLES = sum(LENGTHS)
@@ -38,14 +34,5 @@ def streamed(given: Any, **options: Any) -> WebDataset:
     return tars.webdataset(given, **{"stream": StreamSpec(buffer_samples=4), "crop": "random", **options})
 
 
-@contextmanager
-def feeding(source: WebDataset, **options: Any) -> Iterator[StreamFeed]:
-    """Open a source and stream all of it."""
-    index = source.open()
-    defaults = {"seed": 3, "global_batch_size": 6, "micro_batch_size": 2, "rank": 0, "ranks": 1}
-    feed = source.own_feed(FeedRequest(index=index, rows=np.arange(len(index)), **{**defaults, **options}))
-    assert isinstance(feed, StreamFeed)
-    try:
-        yield feed
-    finally:
-        feed.close()
+feeding = partial(loading, global_batch_size=6)
+"""Open a source and stream all of it."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.tar.files import Tar
 from cascade_train.data.tar.storage import LocalFiles
 from cascade_train.data.webdataset import WebDataset
@@ -56,6 +57,15 @@ def found(path: Path) -> Tar:
     """Return a local tar as the index takes it."""
     store = LocalFiles()
     return Tar(item=store.stat(str(path)), store=store)
+
+
+def index(keys: Iterable[str], shards: tuple[str, ...] = ("a.tar",), **columns: Any) -> Index:
+    """Return an index of samples that lie nowhere; columns are those of its table, 0 by default."""
+    names = np.array([key.encode() for key in keys])
+    table = np.zeros(len(names), dtype=ROW_FIELDS)
+    for name, values in columns.items():
+        table[name] = values
+    return Index(shards=shards, table=table, keys=names)
 
 
 ORDER: dict[str, Any] = {

@@ -13,7 +13,8 @@ from cascade_train.data.buckets import (
     parse_ratios,
     with_reciprocals,
 )
-from cascade_train.data.index.rows import ROW_FIELDS, Index
+from cascade_train.data.index.rows import Index
+from tests.unit.data import tars
 
 
 def table(ratios: Any, image_size: int = 768, **options: Any) -> BucketTable:
@@ -83,9 +84,8 @@ def test_of_equal_distances_the_first_entry_is_taken_and_unknown_sizes_are_squar
 
 
 def index(*sizes: tuple[int, int]) -> Index:
-    rows = np.zeros(len(sizes), dtype=ROW_FIELDS)
-    rows["width"], rows["height"] = np.array(sizes).T
-    return Index(shards=("a",), table=rows, keys=np.array([b"k"] * len(sizes)))
+    width, height = np.array(sizes).T
+    return tars.index(["k"] * len(sizes), width=width, height=height)
 
 
 def test_pictures_that_would_be_enlarged_too_much_are_left_out() -> None:
@@ -107,12 +107,7 @@ def test_pictures_that_would_be_enlarged_too_much_are_left_out() -> None:
     [
         ("extreme", 768, "aspect_ratios=extreme is no preset: choose original, wide"),
         ([], 768, r"aspect_ratios=\[\] leaves no size"),
-        (["0/1"], 768, "'0/1' is no ratio of width to height"),
-        (["1/0"], 768, "'1/0' is no ratio"),
-        (["-1"], 768, "'-1' is no ratio"),
-        (["wide"], 768, "'wide' is no ratio"),
-        (["nan"], 768, "'nan' is no ratio"),
-        (["1e999"], 768, "'1e999' is no ratio"),
+        *(([text], 768, f"'{text}' is no ratio of width") for text in ("0/1", "1/0", "-1", "wide", "nan", "1e999")),
         ([20], 96, r"20 leaves a side below data.buckets.multiple_px=32 at data.image_size=96"),
     ],
 )
@@ -124,9 +119,9 @@ def test_ratios_that_are_none_are_refused(ratios: Any, image_size: int, words: s
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"multiple_px": 0}, "multiple_px=0 must be at least 1: it is a number of pixels"),
+        ({"multiple_px": 0}, "multiple_px=0 must be greater than 0"),
         ({"distance": "cosine"}, "buckets.distance=cosine is unknown"),
-        ({"random_share": 1.5}, "random_share=1.5 must lie between 0 and 1: it is a share of the pictures"),
+        ({"random_share": 1.5}, r"random_share=1.5 must lie in \[0.0, 1.0\]"),
         ({"max_upscale": 0.9}, "max_upscale=0.9 must be at least 1.0: 1 enlarges none; null = no limit"),
     ],
 )

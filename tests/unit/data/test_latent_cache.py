@@ -9,7 +9,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.latent_cache import (
     INDEX,
     MANIFEST,
@@ -27,14 +26,13 @@ from cascade_train.data.latent_cache import (
 )
 from cascade_train.data.tar.storage import LocalFiles
 from cascade_train.errors import ConfigError, RunError
+from tests.unit.data import tars
 
 CAPTIONS = {"": {"clip_text": torch.zeros(2, 3)}, "ein Käse, 赤い \ud800": {"clip_text": torch.ones(2, 3)}}
 
 
 def make_index(rows=5):
-    table = np.zeros(rows, dtype=ROW_FIELDS)
-    table["width"], table["height"] = 96, 64
-    return Index(shards=("a.tar",), table=table, keys=np.array([f"sämple {row}".encode() for row in range(rows)]))
+    return tars.index((f"sämple {row}" for row in range(rows)), width=96, height=64)
 
 
 def test_what_a_split_goes_by_is_kept(tmp_path):
@@ -185,11 +183,11 @@ def test_a_unit_counts_as_missing_when_it_is_cut_damaged_or_of_another_cache(tmp
     manifest = write(tmp_path)
     assert is_whole(tmp_path, 1, manifest)
     assert load_table(tmp_path, 1, make_manifest(filters="x")) is None
+    place = int(load_table(tmp_path, 1, manifest).samples[0, 0]["start"])
     tar = unit_file(tmp_path, "samples", 1)
     content = tar.read_bytes()
     tar.write_bytes(content[:-512])
     assert load_table(tmp_path, 1, manifest) is None
-    place = int(load_table_start(tmp_path))
     tar.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
     assert load_table(tmp_path, 1, manifest) is not None
     assert not is_whole(tmp_path, 1, manifest)
@@ -197,11 +195,6 @@ def test_a_unit_counts_as_missing_when_it_is_cut_damaged_or_of_another_cache(tmp
     assert is_whole(tmp_path, 1, manifest)
     unit_file(tmp_path, "unit", 1).write_bytes(b"PK")
     assert not is_whole(tmp_path, 1, manifest)
-
-
-def load_table_start(folder):
-    with np.load(unit_file(folder, "unit", 1)) as parts:
-        return parts["samples"][0, 0]["start"]
 
 
 def test_a_changed_byte_is_told_with_its_place_and_the_remedy(tmp_path):

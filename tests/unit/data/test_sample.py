@@ -11,7 +11,6 @@ import pytest
 
 from cascade_train.data.captions import Captions
 from cascade_train.data.index.pictures import read_values
-from cascade_train.data.index.row_filter import read_metadata
 from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError
 from cascade_train.errors import RunError
 from tests.unit.data import tars
@@ -94,13 +93,6 @@ def test_names_that_command_a_terminal_or_forge_a_line_are_shown_escaped(tmp_pat
     assert index.name(0) == r"a.tar:a\x1b[2J\nINFO all is well"
     assert r"ba\x1b[2J\nINFO all is well (txt)" in caplog.text
     assert "\x1b" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    "content", [b"[" * 200_000, b'{"a":' * 200_000, b'{"a": ' + b"9" * 10_000 + b"}", b"\xff", b"[1]"]
-)
-def test_a_json_that_would_break_the_reader_is_none(content: bytes) -> None:
-    assert read_metadata(content) is None
 
 
 BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))

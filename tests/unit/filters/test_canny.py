@@ -47,8 +47,3 @@ def test_higher_thresholds_find_less() -> None:
 def test_thresholds_out_of_order_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="edges need 0 <= low <= high"):
         canny(**options)
-
-
-def test_a_copy_without_pixels_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"task.filter.resize=0 must be at least 1: the side in pixels of a copy, or"):
-        canny(resize=0)

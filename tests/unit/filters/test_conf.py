@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.components import construct
 from cascade_train.config.groups import conf_dir, group_options
@@ -16,17 +16,31 @@ OPTIONS = [option for option in group_options("filter") if option != "own"]
 """`own` names no class."""
 
 
-def made(option: str) -> ControlFilter:
-    """Return the filter of a file, with a name where it leaves one to the user."""
+def config(option: str) -> DictConfig:
+    """Return the configuration of a filter, with a name where it leaves one to the user."""
     cfg = OmegaConf.load(Path(conf_dir()) / "filter" / f"{option}.yaml")
     for key in OmegaConf.missing_keys(cfg):
         OmegaConf.update(cfg, key, "torch.nn.Identity" if key.endswith("_target_") else "brought.onnx")
-    return construct(cfg)
+    return cfg
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_file_makes_a_filter(option: str) -> None:
-    assert isinstance(made(option), ControlFilter)
+    assert isinstance(construct(config(option)), ControlFilter)
+
+
+OUT_OF_RANGE: dict[str, tuple[float, str]] = {
+    **dict.fromkeys(("channels", "max_faces", "resize"), (0, "must be (greater than 0|at least 8)")),
+    **dict.fromkeys(("p_drop", "p_full", "p_outpaint"), (1.5, r"must lie in \[0.0, 1.0\]")),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_numbers_out_of_range_are_refused(option: str) -> None:
+    for key in OUT_OF_RANGE.keys() & set(config(option)):
+        value, rule = OUT_OF_RANGE[key]
+        with pytest.raises(ValueError, match=f"task.filter.{key}={value} {rule}"):
+            construct(OmegaConf.merge(config(option), {key: value}))
 
 
 @pytest.mark.parametrize(
@@ -39,4 +53,4 @@ def test_a_file_makes_a_filter(option: str) -> None:
 )
 def test_a_network_that_is_not_there_is_described_before_workers_start(option: str, words: str) -> None:
     with pytest.raises(ConfigError, match=rf"task.filter.weights=.*brought.onnx: no such file.*{words}"):
-        made(option).sample_transform()
+        construct(config(option)).sample_transform()

@@ -115,8 +115,3 @@ def test_a_blur_is_a_gaussian_that_mirrors_borders() -> None:
 def test_thresholds_that_are_no_range_are_refused(threshold: list[float]) -> None:
     with pytest.raises(ValueError, match="must be two numbers with 0 <= low <= high <= 1"):
         inpaint(threshold=threshold)
-
-
-def test_a_share_of_outpainting_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="p_outpaint=1.5 must lie between 0 and 1: it is a share of the samples"):
-        inpaint(p_outpaint=1.5)

@@ -180,15 +180,7 @@ def test_a_process_opens_a_network_once(files: str) -> None:
     assert open_session(files, ONNX_NETWORK) is open_session(files, ONNX_NETWORK)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"channels": 0}, "channels=0 must be at least 1: the number of channels that the network makes"),
-        ({"resize": 0}, "resize=0 must be at least 1: the side in pixels of a copy"),
-        ({"std": [1.0, 1.0, 0.0]}, "give three numbers each, for RGB"),
-        ({"mean": [0.5]}, "give three numbers each, for RGB"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("options", [{"std": [1.0, 1.0, 0.0]}, {"mean": [0.5]}])
+def test_what_is_no_mean_or_deviation_of_colours_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="give three numbers each, for RGB"):
         stored("any.onnx", **options)

@@ -57,8 +57,3 @@ def test_a_blur_keeps_the_mean_and_lowers_the_peak() -> None:
 def test_widths_that_have_no_middle_are_refused(kernels: list[int]) -> None:
     with pytest.raises(ValueError, match=r"dilation_kernels=\[.*\]: each sample draws one of these widths; give odd"):
         brightness(dilation_kernels=kernels)
-
-
-def test_a_copy_without_pixels_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"task.filter.resize=0 must be at least 1: the side in pixels of a copy, or"):
-        brightness(resize=0)

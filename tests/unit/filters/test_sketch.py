@@ -140,7 +140,6 @@ def test_pictures_too_small_for_the_network_are_refused(files: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"resize": 4}, "resize=4 must be at least 8: the side in pixels of a copy"),
         ({"threshold": [0.7, 0.05]}, "must be two numbers with 0 <= low <= high <= 1"),
         ({"dilation_kernels": [2]}, "each sample draws one of these widths"),
     ],

@@ -137,7 +137,6 @@ class Loader(Feed):
         if len(request.rows) == 0:
             raise ConfigError("data: no sample is left to read; check data and validate.share")
         super().__init__(source, request, samples=len(request.rows))
-        self.samples_per_epoch = len(request.rows)
         self._order = Order(source, request)
         stand_ins = self._order.stand_ins()
         batches = MicroBatches(source, request.index, stand_ins, request.seed, request.transform, self._excluded)
@@ -161,10 +160,10 @@ class Loader(Feed):
                 yield step.part(start, start + request.micro_batch_size)
 
     def _whereabouts(self) -> str:
-        step, index = self._order.step(self.position), self._request.index
+        step, index, rows = self._order.step(self.position), self._request.index, self._request.rows
         waiting = -sum(taken for taken in self._order.state(self.position)["start"]["taken"] if taken < 0)
         return (
-            f"Of {len(index)} samples in the index {len(index) - self.samples_per_epoch} are left out (filtered or"
+            f"Of {len(index)} samples in the index {len(index) - len(rows)} are left out (filtered or"
             f" held out) and {len(self.skipped)} were unreadable here; {waiting} of earlier epochs wait until"
             f" their shape fills a batch. {self.position} global batches were handed out; the next is of"
             f" {step.height} x {step.width} px, its first sample is {index.name(int(step.rows[0]))}. If its store"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from cascade_train.data.index.rows import changed_content
 from cascade_train.data.loading.feed import Feed, FeedRequest
 from cascade_train.data.loading.worker import MicroBatches, Results, failure
 from cascade_train.data.order.plan import Step
+from cascade_train.data.order.position import read_identity
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
 from cascade_train.data.stream import Cursor, Stream, Take
@@ -126,8 +126,7 @@ class StreamFeed(Feed):
         super().seek(state["position"])
 
     def _changes(self, state: Mapping[str, Any]) -> list[str]:
-        pairs = re.findall(r"(\w+)=(.*?)(?= \w+=|$)", state["identity"])  # filters of several sources have spaces
-        saved = dict(pairs) | {"batch": state["global_batch_size"]}
+        saved = {**read_identity(state), "batch": state["global_batch_size"]}
         own = {**self._identity, "batch": self._request.global_batch_size}
         told = [f"{name} was {saved.get(name)}, is {value}" for name, value in own.items() if saved.get(name) != value]
         return told or changed_content(self._request.index, state)

@@ -35,8 +35,6 @@ _REMEDIES = {
     "replacement": "set data.replacement back",
     "order": "this version of the library orders samples in another way; use the version that wrote the checkpoint",
 }
-_ITEM = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
-"""A name and its value, in which there may be spaces: joined sources have the filters of each."""
 _AT_ONCE = 2**20
 _log = logging.getLogger(__name__)
 
@@ -72,6 +70,11 @@ def _group(table: np.ndarray, rows: np.ndarray, buckets: BucketTable) -> dict[st
         enlarged, most = enlarged + int((scale_N > 1).sum()), max(most, float(scale_N.max()))
     groups = group(rows, shard_numbers(table["shard"][rows]), bucket_N, len(buckets.sizes_K2))
     return {"rows": groups.rows, "count_KS": groups.count_KS, "enlarged": np.array([enlarged, most])}
+
+
+def read_identity(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a saved position says of its order, by name; joined sources have the filters of each, with spaces."""
+    return dict(re.findall(r"(\w+)=(.*?)(?= \w+=|$)", state["identity"]))
 
 
 class Order:
@@ -199,7 +202,7 @@ class Order:
         return ", ".join(f"{sizes[b][0]}x{sizes[b][1]} {count_K[b]}" for b in buckets if count_K[b])
 
     def _changes(self, state: Mapping[str, Any]) -> list[str]:
-        saved = dict(_ITEM.findall(state["identity"]))
+        saved = read_identity(state)
         pairs = {name: (saved.get(name, "none"), self._identity.get(name, "none")) for name in _REMEDIES}
         changed = [f"{name} was {was}, is {now}: {_REMEDIES[name]}" for name, (was, now) in pairs.items() if was != now]
         return changed or changed_content(self._index, state)

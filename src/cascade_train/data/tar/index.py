@@ -226,7 +226,7 @@ class JoinedTars:
         file = index_file(tar, self.cache_dir)
         changed = not file.is_file()
         shard = self._load(0)
-        with _reading():
+        with reading_tars():
             if again and not changed and not shard.equals(found := scan_shard(tar)):
                 for verdicts in file.parent.glob(f"{glob.escape(file.stem)}-filters-*"):
                     verdicts.unlink(missing_ok=True)
@@ -285,14 +285,14 @@ class JoinedTars:
         return {"table": table, "keys": keys, "content": content, **notes}
 
     def _load(self, number: int) -> ShardIndex:
-        with _reading():
+        with reading_tars():
             return load_shard(self.tars[number], self.cache_dir)
 
     def _lengths(self, number: int, shard: ShardIndex) -> tuple[int, str, np.ndarray]:
         """Return the bytes of a key, what was left out, and the verdicts of the filters, (N, 1 + filters) or (N, 0)."""
         tar, verdicts = self.tars[number], np.zeros((len(shard.table), 0), dtype=np.uint8)
         if len(self.filters):
-            with _reading():
+            with reading_tars():
                 verdicts = load_verdicts(tar, shard, self.filters, self.cache_dir, largest=self.largest_json)
         text = f"{tar.item.url}: left out {shard.dropped.text()}" if shard.dropped.examples else ""
         return shard.keys.dtype.itemsize, text, verdicts
@@ -322,7 +322,7 @@ class JoinedTars:
 
 
 @contextmanager
-def _reading() -> Iterator[None]:
+def reading_tars() -> Iterator[None]:
     """Raise a RunError where a tar cannot be read, so that it is not taken for a folder that cannot be written."""
     try:
         yield

@@ -10,7 +10,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 from cascade_train.data.index.row_filter import read_metadata
 from cascade_train.data.index.rows import LONGEST_KEY
-from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.data.sample import RawSample, UnreadableSampleError, caption_text
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import replacing
 from cascade_train.files.untrusted import parsing
@@ -181,10 +181,7 @@ def raw_sample(parts: Mapping[str, bytes], key: str, *, needs_values: bool) -> R
     values = read_metadata(parts["json"]) if needs_values and "json" in parts else {}
     if values is None:
         raise UnreadableSampleError("it has no readable json, which data.captions asks for")
-    try:
-        caption = parts["caption"].decode("utf-8-sig").strip()
-    except UnicodeDecodeError as error:
-        raise UnreadableSampleError(f"the caption is not UTF-8: {error}") from error
+    caption = caption_text(parts["caption"])
     return RawSample(
         image=parts["image"], caption=caption, caption_from=".txt", key=key, values=values, mask=parts.get("mask")
     )

@@ -26,6 +26,16 @@ from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError, RunError
 
 UNFINISHED = ".packing-"  # with the name: a folder in the target, for the tars until they have been read back
+_READ_IN_ORDER: dict[str, Any] = {
+    "image_size": 1,
+    "crop": "center",
+    "shuffle_window_shards": 1,
+    "num_workers": 0,
+    "worker_start": "fork",
+    "row_filters": None,
+}
+"""Options of sources that are read here row by row."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -54,18 +64,7 @@ def pack(
     be read are left out. A seed of None orders samples by name. A ConfigError where tars of the name are there, a
     RunError where what was written reads back differently.
     """
-    source = _Once(
-        image_size=1,
-        crop="center",
-        shuffle_window_shards=1,
-        num_workers=0,
-        worker_start="fork",
-        path=folder,
-        caption_from=caption_from,
-        metadata=True,
-        index_dir=None,
-        row_filters=None,
-    )
+    source = _Once(path=folder, caption_from=caption_from, metadata=True, index_dir=None, **_READ_IN_ORDER)
     out.mkdir(parents=True, exist_ok=True)
     if any(out.glob(f"{glob.escape(name)}-*.tar")):
         raise ConfigError(f"out={out} holds {name}-*.tar already: remove them, or choose another folder or name")
@@ -101,16 +100,8 @@ class _Once(Folder):
 
 def check_tars(tars: list[Path], digests: Mapping[str, bytes]) -> None:
     """Read tars as training does, and compare the digests of their samples, by key; a RunError where they differ."""
-    source = WebDataset(
-        image_size=1,
-        crop="center",
-        shuffle_window_shards=1,
-        num_workers=0,
-        worker_start="fork",
-        urls=[f"file:{tar.absolute()}" for tar in tars],
-        index_dir=str(tars[0].parent),
-        row_filters=None,
-    )
+    urls = [f"file:{tar.absolute()}" for tar in tars]
+    source = WebDataset(urls=urls, index_dir=str(tars[0].parent), **_READ_IN_ORDER)
     index = source.open()
     found = {key.decode(): _digest(source.read(row)) for row, key in enumerate(index.keys.tolist())}
     wrong = sorted(key for key in digests.keys() | found.keys() if digests.get(key) != found.get(key))

@@ -13,7 +13,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -149,28 +149,6 @@ class ReadAhead(Generic[T]):
         return read(row) if begun is None else begun.result()
 
 
-class PassingError(Exception):
-    """One attempt failed in a way that may pass: a cut connection, a server that is busy."""
-
-
-def try_again(attempt: Callable[[], T], *, what: str) -> T:
-    """Return what `attempt` returns, after several attempts where it raises `PassingError`; a RunError if all fail.
-
-    Waits between attempts are drawn between nothing and a bound that doubles, so that many readers spread out.
-    `what` names the attempt in messages: "reading s3://bucket/a.tar".
-    """
-    number, longest_wait = 1, _FIRST_WAIT_SECONDS
-    while True:
-        try:
-            return attempt()
-        except PassingError as error:
-            if number == ATTEMPTS:
-                raise RunError(f"{what} failed {ATTEMPTS} times: {error}") from error
-            _log.debug("%s failed (%s), attempt %d of %d", what, error, number, ATTEMPTS)
-        time.sleep(_chance.uniform(0, longest_wait))
-        number, longest_wait = number + 1, min(_LONGEST_WAIT_SECONDS, 2 * longest_wait)
-
-
 class _ObjectFile(io.RawIOBase):
     """An object as a file. What is skipped by `seek` is not read from the store."""
 
@@ -234,7 +212,7 @@ class S3(Store):
 
 
 def _new_client(connections: int) -> Any:
-    """Make a client that tries once: `try_again` repeats what may pass. Without credentials it signs nothing."""
+    """Make a client that tries once: `_ask` repeats what may pass. Without credentials it signs nothing."""
     try:
         import boto3
         from botocore import UNSIGNED, config, exceptions
@@ -255,6 +233,8 @@ def _new_client(connections: int) -> Any:
 
 
 def _read_once(client: Any, item: StoredObject, start: int, size: int) -> bytes:
+    from botocore.exceptions import IncompleteReadError
+
     bucket, key = _parse_url(item.url)
     stop = start + size - 1
     answer = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{stop}")
@@ -273,38 +253,47 @@ def _read_once(client: Any, item: StoredObject, start: int, size: int) -> bytes:
             )
         content = bytes(body.read())
     if len(content) != size:
-        raise PassingError(f"{len(content)} of {size} bytes came")
+        raise IncompleteReadError(actual_bytes=len(content), expected_bytes=size)
     return content
 
 
 def _ask(ask: Callable[[], T], verb: str, url: str) -> T:
-    """Return an answer; ask again after failures that may pass. No message contains credentials."""
+    """Return an answer; ask again after failures that may pass, else a RunError. No message contains credentials.
+
+    Waits between attempts are drawn between nothing and a bound that doubles, so that many readers spread out.
+    """
     from botocore import exceptions
 
-    def attempt() -> T:
+    passing = (exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError)
+    longest_wait = _FIRST_WAIT_SECONDS
+    for attempt in range(1, ATTEMPTS + 1):
         try:
             return ask()
         except exceptions.ClientError as error:
-            raise _refusal(url, error.response) from error
-        except (exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError) as error:
-            raise PassingError(f"{type(error).__name__}: {error}") from error
+            fault = _passing_fault(url, error)
+        except passing as error:
+            fault = f"{type(error).__name__}: {error}"
+        if attempt < ATTEMPTS:
+            _log.debug("%s %s failed (%s), attempt %d of %d", verb, url, fault, attempt, ATTEMPTS)
+            time.sleep(_chance.uniform(0, longest_wait))
+            longest_wait = min(_LONGEST_WAIT_SECONDS, 2 * longest_wait)
+    raise RunError(f"{verb} {url} failed {ATTEMPTS} times: {fault}")
 
-    return try_again(attempt, what=f"{verb} {url}")
 
-
-def _refusal(url: str, answer: Mapping[str, Any]) -> Exception:
-    code = str(answer.get("Error", {}).get("Code", "unknown"))
-    status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+def _passing_fault(url: str, error: Any) -> str:
+    """Return what a server answered where that may pass, else raise a ConfigError or a RunError."""
+    code = str(error.response.get("Error", {}).get("Code", "unknown"))
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     if status >= 500 or status == 429 or code in _PASSING_CODES:
-        return PassingError(f"the server answered {status} {code}")
+        return f"the server answered {status} {code}"
     if status == 404:
-        return ConfigError(f"data.urls: {url} is not there ({code}); check bucket, key and AWS_ENDPOINT_URL")
+        raise ConfigError(f"data.urls: {url} is not there ({code}); check bucket, key and AWS_ENDPOINT_URL") from error
     if status in (401, 403):
-        return ConfigError(
+        raise ConfigError(
             f"data.urls: {url} may not be read ({status} {code}); check the credentials that AWS tools use here"
             " (AWS_PROFILE, AWS_ACCESS_KEY_ID), their rights, and the region"
-        )
-    return RunError(f"{url}: the server answered {status} {code}")
+        ) from error
+    raise RunError(f"{url}: the server answered {status} {code}") from error
 
 
 def _parse_url(url: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError, install_hint
-from cascade_train.files.hub import parse_source
+from cascade_train.files.hub import parse_source, unavailable
 from cascade_train.files.untrusted import COPY, check_floating, parsing
 
 Session = Any
@@ -62,13 +62,8 @@ def find_file(source: str, known: WeightsFile) -> Path:
         raise ConfigError(f"{known.key}={source}: no such file; give a path, or owner/name:file on the hub. {known}")
     try:
         return on_hub.fetch(on_hub.inside)
-    except ConfigError:
-        raise
     except Exception as error:  # of the hub or the network
-        raise ConfigError(
-            f"{known.key}={source}: cannot be had from the hub ({type(error).__name__}); download it where there is a"
-            f" network and give its path. {known}"
-        ) from error
+        raise ConfigError(f"{unavailable(f'{known.key}={source}', error)}. {known}") from error
 
 
 def load_weights(module: nn.Module, source: str, known: WeightsFile, *, device: torch.device) -> None:

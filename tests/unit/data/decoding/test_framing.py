@@ -45,8 +45,7 @@ def in_float(encoded: bytes, height: int, width: int) -> torch.Tensor:
     return float_path.resize(part, [height, width], antialias=True)
 
 
-@pytest.mark.parametrize("quality", [75, 95])
-@pytest.mark.parametrize(("height", "width"), [(768, 768), (640, 864)])
+@pytest.mark.parametrize(("quality", "height", "width"), [(75, 768, 768), (95, 640, 864)])
 def test_pixels_are_those_of_the_float_path_to_57_db(quality: int, height: int, width: int) -> None:
     encoded = encode(photo(1600, 1200), "jpeg", quality=quality)
     assert psnr(framed(encoded, height, width).image, in_float(encoded, height, width)) >= 57.0
@@ -96,15 +95,15 @@ def test_the_offset_moves_the_crop_from_edge_to_edge(across: float, red: int, bl
 @pytest.mark.parametrize("flip_prob", [0.0, 1.0])
 @pytest.mark.parametrize("crop", ["center", "random", "saliency"])
 @pytest.mark.parametrize("kind", ["png", "jpeg"])
-@pytest.mark.parametrize(("width", "height"), [(1, 1), (1, 500), (500, 1), (3, 3), (101, 99), (2000, 3)])
-def test_odd_sizes_are_covered_not_padded(width: int, height: int, kind: str, crop: str, flip_prob: float) -> None:
-    image = Image.new("RGB", (width, height), (120, 60, 30))
-    pixels = framed(encode(image, kind), 16, 24, crop=crop, flip_prob=flip_prob).image
-    assert pixels.shape == (3, 16, 24)
-    assert np.abs(pixels.reshape(3, -1).astype(int) - np.array([[120], [60], [30]])).max() <= 2
+def test_odd_sizes_are_covered_not_padded(kind: str, crop: str, flip_prob: float) -> None:
+    for size in ((1, 1), (1, 500), (500, 1), (3, 3), (101, 99), (2000, 3)):
+        image = Image.new("RGB", size, (120, 60, 30))
+        pixels = framed(encode(image, kind), 16, 24, crop=crop, flip_prob=flip_prob).image
+        assert pixels.shape == (3, 16, 24)
+        assert np.abs(pixels.reshape(3, -1).astype(int) - np.array([[120], [60], [30]])).max() <= 2
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_a_box_lies_in_the_picture_and_has_the_targets_shape(seed: int) -> None:
     draws = np.random.default_rng(seed)
     size, target = (tuple(draws.integers(1, 3000, 2).tolist()) for _ in range(2))
@@ -121,9 +120,8 @@ def test_a_box_lies_in_the_picture_and_has_the_targets_shape(seed: int) -> None:
     assert min(part.height, part.width) >= 1
 
 
-@pytest.mark.parametrize("quality", [80, 95])
-def test_a_fraction_of_a_large_jpeg_shows_the_same_part(quality: int) -> None:
-    encoded = encode(photo(2400, 1603), "jpeg", quality=quality)
+def test_a_fraction_of_a_large_jpeg_shows_the_same_part() -> None:
+    encoded = encode(photo(2400, 1603), "jpeg", quality=80)
     for height, width in ((160, 160), (200, 120)):
         assert psnr(framed(encoded, height, width).image, in_float(encoded, height, width)) > 40.0
 
@@ -216,8 +214,3 @@ def test_the_residual_is_highest_at_the_object() -> None:
 def test_a_plain_picture_is_cut_in_the_middle(value: int) -> None:
     pixels = np.full((100, 300, 3), value, dtype=np.uint8)
     assert salient_offset(pixels, 100, 100) == (0.5, 0.5)
-
-
-def test_the_place_is_the_same_every_time() -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (120, 500, 3), dtype=np.uint8)
-    assert len({salient_offset(pixels.copy(), 120, 120) for _ in range(3)}) == 1

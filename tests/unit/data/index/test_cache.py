@@ -50,14 +50,6 @@ def test_a_cached_index_that_may_not_be_read_counts_as_none(
     assert "may not be read" in caplog.text
 
 
-def test_what_is_written_is_read_and_nothing_else_is_left(tmp_path):
-    write_cache(tmp_path / "kept" / "a.npz", {"rows": np.arange(3)}, required=True)
-    read = read_cache(tmp_path / "kept" / "a.npz")
-    assert read is not None
-    assert read["rows"].tolist() == [0, 1, 2]
-    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["a.npz"]
-
-
 def test_a_write_that_is_stopped_or_fails_leaves_nothing(tmp_path, monkeypatch):
     def end(error):
         def savez(file, **parts):

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ import pytest
 from cascade_train.data.classification import ClassFolders, ClassTars
 from cascade_train.data.folder import Folder
 from cascade_train.data.index.rows import (
-    ROW_FIELDS,
     Index,
     changed_content,
     changed_rows,
@@ -162,9 +163,13 @@ def test_samples_without_files_are_known_to_be_the_same(caplog: pytest.LogCaptur
     assert not caplog.records
 
 
+@cache
+def numbered(count: int) -> Index:
+    return tars.index((f"{row:07d}" for row in range(count)), ("a",))
+
+
 def million(content: np.ndarray) -> Index:
-    keys = np.array([f"{row:07d}".encode() for row in range(len(content))])
-    return Index(shards=("a",), table=np.zeros(len(content), dtype=ROW_FIELDS), keys=keys, content=content)
+    return replace(numbered(len(content)), content=content)
 
 
 def test_the_record_of_a_million_samples_is_small_and_names_a_range() -> None:
@@ -188,65 +193,50 @@ def test_content_that_an_earlier_version_did_not_record_is_unknown(caplog: pytes
     assert changed_content(million(content), {}) == []
 
 
-def index_of(keys: list[str], shards: tuple[str, ...] = ("a.tar",), **columns: Any) -> Index:
-    table = np.zeros(len(keys), dtype=ROW_FIELDS)
-    for name, values in columns.items():
-        table[name] = values
-    return Index(shards=shards, table=table, keys=np.array([key.encode() for key in keys]))
-
-
 KEYS = [f"{i:05d}" for i in range(2000)]
 
 
 def test_a_row_is_named_by_shard_and_key() -> None:
-    assert index_of(["x", "größe"], ("a.tar", "b.tar"), shard=[0, 1]).name(1) == "b.tar:größe"
+    assert tars.index(["x", "größe"], ("a.tar", "b.tar"), shard=[0, 1]).name(1) == "b.tar:größe"
 
 
 def test_the_digest_follows_the_content() -> None:
     digests = [
-        index_of(["x", "y"]).digest,
-        index_of(["x", "z"]).digest,
-        index_of(["x"]).digest,
-        index_of(["x", "y"], ("b.tar",)).digest,
-        index_of(["x", "y"], width=[0, 1]).digest,
+        tars.index(["x", "y"]).digest,
+        tars.index(["x", "z"]).digest,
+        tars.index(["x"]).digest,
+        tars.index(["x", "y"], ("b.tar",)).digest,
+        tars.index(["x", "y"], width=[0, 1]).digest,
     ]
     assert len(set(digests)) == len(digests)
-    assert index_of(["x", "y"]).digest == digests[0]
+    assert tars.index(["x", "y"]).digest == digests[0]
 
 
-def test_every_row_is_on_one_side() -> None:
-    train, held_out = split(index_of(KEYS), 0.1)
+def test_every_row_is_on_one_side_and_a_larger_share_holds_out_what_a_smaller_one_did() -> None:
+    train, held_out = split(tars.index(KEYS), 0.1)
     assert sorted([*train, *held_out]) == list(range(2000))
     assert 150 < len(held_out) < 250
     assert train.dtype == np.int64
+    assert set(held_out) < set(split(tars.index(KEYS), 0.3)[1])
+    assert list(map(len, split(tars.index(KEYS), 0.0))) == [2000, 0]
 
 
 def test_added_data_moves_no_key() -> None:
-    few, many = index_of(KEYS[500:700]), index_of(KEYS)
+    few, many = tars.index(KEYS[500:700]), tars.index(KEYS)
     held_few = {few.name(row) for row in split(few, 0.2)[1]}
     held_many = {many.name(row) for row in split(many, 0.2)[1]}
     assert held_few == {name for name in held_many if name in {few.name(row) for row in range(200)}}
 
 
-def test_a_larger_share_holds_out_what_a_smaller_one_did() -> None:
-    index = index_of(KEYS)
-    assert set(split(index, 0.1)[1]) < set(split(index, 0.3)[1])
-
-
-def test_no_share_holds_out_nothing() -> None:
-    train, held_out = split(index_of(KEYS), 0.0)
-    assert (len(train), len(held_out)) == (2000, 0)
-
-
 @pytest.mark.parametrize("share", [-0.1, 1.0, 5])
 def test_a_share_out_of_range_is_refused(share: float) -> None:
     with pytest.raises(ConfigError, match="must be at least 0 and below 1"):
-        split(index_of(KEYS), share)
+        split(tars.index(KEYS), share)
 
 
 def test_an_empty_side_is_refused() -> None:
     with pytest.raises(ConfigError, match="validate.share=0.001 of 3 samples leaves 3 to train on and 0 held out"):
-        split(index_of(KEYS[:3]), 0.001)
+        split(tars.index(KEYS[:3]), 0.001)
 
 
 def test_names_in_messages_can_be_written() -> None:

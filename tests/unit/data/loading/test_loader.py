@@ -56,11 +56,11 @@ def test_a_failure_names_the_sample_and_the_cause(monkeypatch, num_workers, erro
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_next_readable_sample_stands_in(tmp_path: Path, num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
-    path = tars.write(tmp_path / "a.tar", tars.samples(range(300), damaged=[8, 9]))
+    path = tars.write(tmp_path / "a.tar", tars.samples(range(60), damaged=[8, 9]))
     source = tars.webdataset(path, num_workers=num_workers)
     skipped, rows = [], []
-    with caplog.at_level(logging.WARNING), loading(source, rows=np.array([*range(10), *range(12, 300)])) as loader:
-        for _ in range(75):
+    with caplog.at_level(logging.WARNING), loading(source, rows=np.array([*range(10), *range(12, 60)])) as loader:
+        for _ in range(15):
             step = next(loader)
             skipped += flat(step, "skipped")
             rows += [row for micro in step for row in micro.index_B.tolist()]
@@ -150,14 +150,6 @@ def assert_ends(before: set[int]) -> None:
     assert set(children()) <= before
 
 
-def test_prefetched_batches_are_not_counted() -> None:
-    with loading(shapes(num_workers=2)) as loader:
-        assert loader.state_dict()["position"] == 0
-        next(loader)
-        time.sleep(0.2)
-        assert loader.state_dict()["position"] == loader.position == 1
-
-
 def test_a_random_crop_is_drawn_anew_each_epoch(tmp_path: Path) -> None:
     path = tars.write(tmp_path / "a.tar", [("a.png", tars.picture(64, 16)), ("a.txt", b"wide")])
     images = {}
@@ -184,11 +176,3 @@ def test_no_samples_are_refused() -> None:
     nothing = np.array([], dtype=int)
     with pytest.raises(ConfigError, match="left to read; check data and validate"), loading(shapes(), rows=nothing):
         pass
-
-
-def test_a_state_of_another_order_version_is_refused() -> None:
-    with loading(shapes()) as loader:
-        state = loader.state_dict()
-        state["identity"] = state["identity"].replace("order=1", "order=0")
-        with pytest.raises(ConfigError, match="order was 0, is 1: this version .* orders samples in another"):
-            loader.load_state_dict(state)

@@ -85,10 +85,11 @@ def test_tars_move_between_streams_and_samples_mix_within_blocks(urls: list[str]
     assert len(tars_in_order) > 1
 
 
-@pytest.mark.parametrize("split", [(1, 6, 0), (2, 1, 0), (3, 2, 0), (6, 1, 0), (1, 3, 2), (2, 3, 2)])
-@pytest.mark.parametrize("count", [6, 2])
-def test_ranks_and_workers_leave_the_global_batch_unchanged(urls, split, count):
-    ranks, micro_batch_size, num_workers = split
+@pytest.mark.parametrize(
+    ("count", "ranks", "micro_batch_size", "num_workers"),
+    [(6, 1, 6, 0), (6, 3, 2, 0), (6, 2, 3, 2), (2, 6, 1, 0), (2, 2, 1, 0), (2, 1, 3, 2)],
+)
+def test_ranks_and_workers_leave_the_global_batch_unchanged(urls, count, ranks, micro_batch_size, num_workers):
     with feeding(streamed(urls, streams=count)) as feed:
         expected = [content(next(feed)) for _ in range(4)]
     steps: list[list[Batch]] = [[], [], [], []]
@@ -231,10 +232,13 @@ def test_a_position_in_an_index_is_no_place_in_streams(urls: list[str], tmp_path
         assert {epoch for batch in next(feed) for epoch in batch.epoch_B.tolist()} == {1}
 
 
-def test_lengths_are_not_known(urls: list[str]) -> None:
-    with feeding(streamed(urls)) as feed:
+def test_lengths_are_not_known_and_single_samples_cannot_be_asked_for(urls: list[str]) -> None:
+    source = streamed(urls)
+    with feeding(source) as feed:
         with pytest.raises(ConfigError, match="data.urls are streams, whose length is unknown"):
             feed.steps_of_epochs(1)
+        with pytest.raises(ConfigError, match="of which no single sample can be read: they stand alone as data"):
+            source.read(0)
         (line,) = feed.report()
     assert "The data are 6 logical streams, since not all tars can be indexed" in line
 
@@ -256,13 +260,6 @@ def test_a_number_of_streams_that_does_not_fit_is_refused(urls: list[str], count
 def test_what_needs_an_index_is_refused(urls: list[str], options: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}.* needs an index of all samples, but 0.tar.gz cannot"):
         streamed(urls, **options).open()
-
-
-def test_single_samples_of_streams_cannot_be_asked_for(urls: list[str]) -> None:
-    source = streamed(urls)
-    source.open()
-    with pytest.raises(ConfigError, match="of which no single sample can be read: they stand alone as data"):
-        source.read(0)
 
 
 def test_a_data_set_of_streams_shows_and_trains(urls: list[str]) -> None:

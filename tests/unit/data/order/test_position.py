@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from cascade_train.data.buckets import Buckets
-from cascade_train.data.index.rows import ROW_FIELDS, Index
+from cascade_train.data.index.rows import Index
 from cascade_train.data.loading.feed import FeedRequest
 from cascade_train.data.order.position import Order
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
+from tests.unit.data.order.test_plan import pairs
 
 SHAPES = [(64, 64), (128, 64), (64, 128), (96, 64), (64, 64)]
 RATIOS = ["1/1", "1/2", "2/3"]
@@ -38,28 +39,23 @@ def source(**options: Any) -> Sized:
 
 
 def index(count: int = 97, shards: int = 6) -> Index:
-    table = np.zeros(count, dtype=ROW_FIELDS)
-    table["shard"] = np.sort(np.arange(count) % shards)
-    table["width"], table["height"] = np.array([SHAPES[i % 5] for i in range(count)]).T
-    keys = np.array([f"{row}".encode() for row in range(count)])
-    return Index(shards=tuple(f"{s}.tar" for s in range(shards)), table=table, keys=keys)
+    width, height = np.resize(SHAPES, (count, 2)).T
+    names = tuple(f"{shard}.tar" for shard in range(shards))
+    columns = {"shard": np.sort(np.arange(count) % shards), "width": width, "height": height}
+    return tars.index(map(str, range(count)), names, **columns)
 
 
-def order(
-    *, of: Index | None = None, size: int = 8, seed: int = 0, whole_epochs: bool = False, **options: Any
-) -> Order:
+def order(*, of: Index | None = None, size: int = 8, **options: Any) -> Order:
     of = index() if of is None else of
+    defaults = {"rows": np.arange(len(of)), "seed": 0, "whole_epochs": False}
+    asked = {key: options.pop(key, value) for key, value in defaults.items()}
     sizes = {"global_batch_size": size, "micro_batch_size": size, "rank": 0, "ranks": 1}
-    request = FeedRequest(index=of, rows=np.arange(len(of)), seed=seed, whole_epochs=whole_epochs, **sizes)
-    return Order(source(**options), request)
+    return Order(source(**options), FeedRequest(index=of, **sizes, **asked))
 
 
 def drawn(of: Order, positions: range) -> list[tuple[int, int]]:
     """Return (epoch, row) of the samples that count."""
-    steps = [of.step(position) for position in positions]
-    counted = [np.ones(len(s.rows)) if s.weights is None else s.weights for s in steps]
-    triples = [zip(s.epochs.tolist(), s.rows.tolist(), w, strict=True) for s, w in zip(steps, counted, strict=True)]
-    return [(epoch, row) for triple in triples for epoch, row, weight in triple if weight]
+    return [pair for position in positions for pair in pairs(of.step(position))]
 
 
 def saved(of: Order, position: int) -> dict[str, Any]:
@@ -108,6 +104,8 @@ def test_another_batch_size_is_refused_or_continues_the_epoch(leftover: str, cap
         ({"leftover": "flush"}, "leftover was none, is flush: set data.leftover back"),
         ({"replacement": True}, "replacement was none, is true: set data.replacement back"),
         ({"shuffle_window_shards": 3}, "window was 2, is 3: set data.shuffle_window_shards back"),
+        ({"seed": 4}, "seed was 0, is 4: set run.seed back"),
+        ({"rows": np.arange(90)}, "rows was .* other samples take part: set validate.share, "),
     ],
 )
 def test_changed_data_is_refused_or_followed_by_another_epoch(
@@ -124,6 +122,13 @@ def test_changed_data_is_refused_or_followed_by_another_epoch(
     again = order(**changed)
     assert again.restore(saved(other, 33)) == 33, "what was restarted continues as usual"
     assert drawn(again, range(33, 60)) == drawn(other, range(33, 60))
+
+
+def test_a_state_of_another_order_version_is_refused() -> None:
+    state = saved(order(), 20)
+    state["identity"] = state["identity"].replace("order=1", "order=0")
+    with pytest.raises(ConfigError, match="order was 0, is 1: this version .* orders samples in another"):
+        order().restore(state)
 
 
 def test_an_older_state_begins_at_the_beginning() -> None:

@@ -7,6 +7,7 @@ import pickle
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,11 @@ from cascade_train.data.index.rows import Index
 from cascade_train.data.tar import index as tar_index
 from cascade_train.errors import RunError
 from tests.unit.data import tars
-from tests.unit.data.test_webdataset import TestWebDataset
 
 
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tar_index, "MANY_TARS", 1)
-
-
-@pytest.mark.usefixtures("many")
-class TestManyTars(TestWebDataset):
-    """The order, its states and their resume are those of few tars."""
 
 
 def sized(folder: Path) -> str:
@@ -87,8 +82,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("share", [None, 0.4])
+@pytest.mark.parametrize(("options", "share"), [({}, None), *((options, 0.4) for options in OPTIONS)])
 def test_splits_shapes_steps_and_states_are_those_of_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], share: float | None
 ) -> None:
@@ -250,6 +244,6 @@ def test_what_follows_from_an_index_is_made_where_it_cannot_be_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    index = Index(shards=("a",), table=np.zeros(2), keys=np.array([b"a", b"b"]), folder=tmp_path / "file")
+    index = replace(tars.index("ab"), folder=tmp_path / "file")
     assert index.kept("some", "", lambda: {"a": np.ones(1)})["a"].tolist() == [1.0]
     assert "some of the index is not kept" in caplog.text

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -88,15 +86,6 @@ def test_no_server_is_told_apart_from_a_missing_object(monkeypatch: pytest.Monke
     assert len(waits) == ATTEMPTS - 1
 
 
-def test_many_threads_share_one_client(server: FaultyS3) -> None:
-    reader = S3()
-    reader.prepare()
-    starts = range(0, 100_000, 1000)
-    with ThreadPoolExecutor(16) as pool:
-        parts = list(pool.map(lambda start: reader.read(ITEM, start, 1000), starts))
-    assert b"".join(parts) == CONTENT
-
-
 def test_a_client_does_not_cross_a_fork(server: FaultyS3) -> None:
     reader = S3()
     assert reader.read(ITEM, 0, 10) == CONTENT[:10]
@@ -114,12 +103,6 @@ def test_a_client_does_not_cross_a_fork(server: FaultyS3) -> None:
     for _ in ends:
         os.wait()
     assert reader._client() is before
-
-
-def test_a_pickled_store_makes_its_own_client(server: FaultyS3) -> None:
-    reader = S3()
-    reader.prepare()
-    assert pickle.loads(pickle.dumps(reader)).read(ITEM, 0, 10) == CONTENT[:10]
 
 
 def test_no_credentials_are_told(

@@ -107,7 +107,8 @@ def test_a_damaged_compressed_tar_is_named(tmp_path: Path, damage: Callable[[byt
         tmp_path / "a.tar", [("a.bin", random.Random(0).randbytes(3000)), *tars.samples(range(30))]
     ).read_bytes()
     path.write_bytes(damage(gzip.compress(whole)))
-    with pytest.raises(RunError, match=f"{path} cannot be read to its end: .*; copy it again"):
+    message = "a.tar.gz (cannot be read to its end|is not a readable tar file).*copy it again"
+    with pytest.raises((ConfigError, RunError), match=message):
         read(path)
 
 
@@ -176,21 +177,11 @@ def test_a_block_is_cut_by_its_bytes(tmp_path: Path) -> None:
     assert [len(next(takes).blocks) for _ in range(9)] == [3, 3, 3, 3, 3, 3, 2, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("buffer_samples", 0, "data.stream.buffer_samples=0 must be at least 1"),
-        ("max_file_mib", 0, "data.stream.max_file_mib=0 must be at least 1"),
-        ("timeout_seconds", 0, "data.stream.timeout_seconds=0 must be above 0; null = no limit"),
-    ],
-)
-def test_settings_out_of_range_are_refused(name: str, value: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StreamSpec(**{name: value})
-
-
-def test_a_number_of_streams_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match="data.streams=0 must be at least 1: null chooses a number"):
+@pytest.mark.parametrize("name", ["buffer_samples", "buffer_mib", "max_file_mib", "timeout_seconds"])
+def test_settings_out_of_range_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"data.stream.{name}=0 must be greater than 0"):
+        StreamSpec(**{name: 0})
+    with pytest.raises(ValueError, match="data.streams=0 must be greater than 0; give a larger data.streams, or null"):
         tars.webdataset(["pipe:true"], streams=0)
 
 
