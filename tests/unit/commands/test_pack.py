@@ -84,9 +84,11 @@ def test_the_same_folder_gives_the_same_bytes_and_a_seed_another_order(pictures:
 
 def test_tars_that_are_there_are_left_alone(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "set-000007.tar", b"mine")
+    assert launch(["pack", f"folder={pictures}", f"out={tmp_path / 'more'}", "name=set-b"]) == 0
+    assert launch(["pack", f"folder={pictures}", f"out={tmp_path / 'more'}", "name=set"]) == 0, "another name"
     assert launch(["pack", f"folder={pictures}", f"out={tmp_path}", "name=set"]) == 2
     assert "holds set-*.tar already: remove them, or choose another folder or name" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["set-000007.tar"]
+    assert [path.name for path in tmp_path.glob("*.tar")] == ["set-000007.tar"]
 
 
 def test_what_reads_back_differently_never_counts(

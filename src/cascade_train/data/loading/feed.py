@@ -85,7 +85,7 @@ class Feed(abc.ABC):
         return self._order.report()
 
     def steps_of_epochs(self, epochs: int, state: Mapping[str, Any] | None = None) -> int:
-        """Return the step at which the first `epochs` epochs end, of a run that goes on at `state`; None = a new one."""
+        """Return the step at which the first `epochs` epochs end, of a run that goes on at `state` or begins (None)."""
         return self._order.steps_of_epochs(epochs, state)
 
     def state_dict(self) -> dict[str, Any]:

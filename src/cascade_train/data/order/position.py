@@ -123,7 +123,7 @@ class Order:
         return {shape: rows if len(rows) else self._rows for shape, rows in own.items()}
 
     def steps_of_epochs(self, epochs: int, state: Mapping[str, Any] | None = None) -> int:
-        """Return the position at which the first `epochs` epochs end, of a run that goes on at `state`; None = a new one.
+        """Return the step at which the first `epochs` epochs end, of a run that goes on at `state` or begins (None).
 
         The last step may open the next epoch.
         """

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import io
 import itertools
 import json
 import logging
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -66,7 +66,7 @@ def pack(
     """
     source = _Once(path=folder, caption_from=caption_from, metadata=True, index_dir=None, **_READ_IN_ORDER)
     out.mkdir(parents=True, exist_ok=True)
-    if any(out.glob(f"{glob.escape(name)}-*.tar")):
+    if any(re.fullmatch(rf"{re.escape(name)}-\d+\.tar", path.name) for path in out.iterdir()):
         raise ConfigError(f"out={out} holds {name}-*.tar already: remove them, or choose another folder or name")
     unfinished = out / f"{UNFINISHED}{name}"
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -195,11 +195,16 @@ def _continue_run(
             f"run.dir={directory} holds a run of another config:\n{describe(blocking)}\n"
             f"Remedy: {other_name} for a new run, or the old values to continue this one{goes_on}"
         )
-    checkpoint = _newest(directory)
+    checkpoint, origins = _newest(directory), _find_origins(directory, saved)
     if resume != "auto":
-        checkpoint = _reconcile(directory, checkpoint, resume, started_from=saved.get("run", {}).get("resume"))
+        checkpoint = _reconcile(directory, checkpoint, resume, origins)
+    elif checkpoint is None and origins:
+        log.warning(
+            "This run began from run.resume=%s and has no checkpoint of its own: run.resume=auto begins it anew, from"
+            " the model's weights.", " and ".join(sorted(origins))
+        )  # fmt: skip
     if checkpoint is not None and directory in checkpoint.parents:
-        _report_lost_metrics(directory, read_manifest(checkpoint).step, saved)
+        _report_lost_metrics(directory, read_manifest(checkpoint).step, is_continued=bool(origins))
     finished = checkpoint is not None and _is_finished(directory, checkpoint, saved, config)
     paths = {name: directory / name for name in (_CONFIG, _HISTORY)}
     before = {n: read_regular(path).decode(errors="replace") if path.is_file() else None for n, path in paths.items()}
@@ -225,12 +230,16 @@ def _is_finished(directory: Path, checkpoint: Path, saved: dict[str, Any], confi
     return ended and not is_limit_raised(then, config)
 
 
-def _report_lost_metrics(directory: Path, step: int, saved: dict[str, Any]) -> None:
-    """Warn of steps that `metrics.jsonl` lacks; a run that began from another's checkpoint has fewer."""
+def _find_origins(directory: Path, saved: dict[str, Any]) -> set[str]:
+    """Return the values of `run.resume`, now or earlier, that name another run's checkpoint."""
     changes = [line["changes"].get("run.resume", ["auto"]) for line in _read_history(directory)]
-    starts = {saved.get("run", {}).get("resume", "auto"), *(old for old, *_ in changes)}
+    return {saved.get("run", {}).get("resume", "auto"), *(old for old, *_ in changes)} - {"auto", "never"}
+
+
+def _report_lost_metrics(directory: Path, step: int, *, is_continued: bool) -> None:
+    """Warn of steps that `metrics.jsonl` lacks; a run that began from another's checkpoint has fewer."""
     path = directory / _METRICS
-    missing = missing_steps(path, first=1 if starts <= {"auto", "never"} else None, last=step)
+    missing = missing_steps(path, first=None if is_continued else 1, last=step)
     if missing:
         log.warning(
             "%s lacks the lines of %d steps (%d to %d) that this run took: it was deleted or cut. The run goes on,"
@@ -255,8 +264,8 @@ def _newest(directory: Path) -> Path | None:
     return newest
 
 
-def _reconcile(directory: Path, own: Path | None, resume: str, *, started_from: str | None) -> Path:
-    if own is not None and started_from == resume and directory.resolve() not in Path(resume).resolve().parents:
+def _reconcile(directory: Path, own: Path | None, resume: str, origins: Collection[str]) -> Path:
+    if own is not None and resume in origins and directory.resolve() not in Path(resume).resolve().parents:
         log.info("run.resume=%s is where this run began; it continues from its own %s", resume, own)
         return own  # whether or not the other run still has that checkpoint
     origin = _find_origin(resume)

@@ -301,6 +301,17 @@ def test_a_run_requeued_with_its_origin_continues_from_its_own_checkpoint(direct
     assert claim(directory, config=config, resume=origin).resume_from == own
     shutil.rmtree(origin)  # as by the other run, which trains on and keeps its newest
     assert claim(directory, config=config, resume=origin).resume_from == own
+    assert claim(directory, config=CONFIG, resume="auto").resume_from == own
+    assert claim(directory, config=config, resume=origin).resume_from == own, "also after a start by auto"
+
+
+def test_a_run_without_a_checkpoint_that_began_elsewhere_begins_anew_with_a_warning(directory, caplog):
+    first = directory.with_name("first")
+    claim(first, config=CONFIG, resume="auto")
+    origin = str(save(first, 4))
+    claim(directory, config=changed(run__resume=origin), resume=origin)
+    assert claim(directory, config=CONFIG, resume="auto").resume_from is None
+    assert f"began from run.resume={origin} and has no checkpoint of its own" in caplog.text
 
 
 def test_an_origin_that_would_lose_newer_checkpoints_is_refused(directory):
