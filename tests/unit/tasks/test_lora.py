@@ -32,18 +32,6 @@ class TestLoRAOnEveryLayer(TestLoRA):
 TOKENS = [["[fernando]", "^star</w>"], ["^red</w>", None]]
 
 
-class TestLoRAWithTokens(TestLoRA):
-    changes = {"train_tokens": TOKENS}
-
-
-class TestLoRAOnBothWithMagnitudes(TestLoRA):
-    changes = {"dora": True, "text_encoder_filters": [".self_attn"]}
-
-
-class TestLoRAWithJointProjections(TestLoRA):
-    changes = {"joint_qkv": True}
-
-
 class TestLoRAWithRanks(TestLoRA):
     changes = {"ranks": [["to_q", 1], ["text_encoder", 8, 2.0]], "text_encoder_filters": [".self_attn"], "dora": True}
 
@@ -53,10 +41,6 @@ class TestLoRAAsTheOriginal(TestLoRA):
     @classmethod
     def task(cls) -> Any:
         return make(joint_qkv=True, init="original", alpha=1.0, train_tokens=TOKENS)
-
-
-class TestLoRAThatPreserves(TestLoRA):
-    changes = {"preserve": [["circle", "ring"]]}
 
 
 class TestLoKr(TestLoRA):
@@ -365,10 +349,8 @@ def test_a_filter_that_selects_nothing_is_refused() -> None:
         ({"rank": 0}, "rank=0 must be at least 1: an adapter needs"),
         ({"ranks": [["attention"]]}, r"ranks=\['attention'\]: give an expression and a rank of at least 1"),
         ({"ranks": [["attention", 0]]}, "give an expression and a rank"),
-        ({"ranks": [["attention", 8, "x"]]}, "give an expression and a rank"),
         ({"ranks": ["attention", 16]}, r"ranks=attention: give an expression and a rank of at least 1, such as"),
         ({"ranks": [[None, 16]]}, r"ranks=\[None, 16\]: give an expression"),
-        ({"ranks": [[]]}, r"ranks=\[\]: give an expression"),
         ({"ranks": [["(", 8]]}, r"ranks: '\(' is no regular expression"),
         ({"alpha": 0.0}, "alpha=0.0 must be greater than 0"),
         ({"kind": "lokr", "dora": True}, "dora=True: is for kind=lora, not for kind=lokr; leave it out"),
@@ -384,7 +366,6 @@ def test_a_filter_that_selects_nothing_is_refused() -> None:
         ({"preserve": [["sks"]]}, r"preserve=\[\['sks'\]\]: give pairs of words"),
         ({"preserve": [["", "dog"]]}, "give pairs of words, such as"),
         ({"preserve_weight": 0.0}, "preserve_weight=0.0 must be greater than 0"),
-        ({"cond_drop_prob": 1.5}, "cond_drop_prob=1.5 must lie in"),
     ],
 )
 def test_numbers_out_of_range_are_refused(change: dict[str, float], message: str) -> None:

@@ -16,7 +16,8 @@ from cascade_train.models.cascade.previewer import ConvolutionPreviewer
 from cascade_train.tasks.pictures import RoundTrip
 from cascade_train.tasks.preview import Preview
 from tests.unit.models.stages import make_stage
-from tests.unit.tasks.task_contract import CPU, TaskContract, component, left, make_batch
+from tests.unit.tasks.task_contract import CPU, component, left, make_batch
+from tests.unit.tasks.test_vqgan import DenoisesNothing
 
 SMALL = "cascade_train.models.cascade.convolutional.ConvolutionalPreviewer"
 ORIGINAL = "cascade_train.models.cascade.previewer.ConvolutionPreviewer"
@@ -44,29 +45,16 @@ def task() -> Any:
     return previewing()
 
 
-class OfPreviewers(TaskContract):
-    """The contract without what only tasks that denoise promise."""
-
-    option = "reconstruction"
-    model = "c_tiny"
-    objective = "preview"
-    target = SMALL
-    test_a_caption_steers_the_prediction = None
-    test_evaluation_is_a_fixed_number_per_sample_and_noise_level = None
-
-    @classmethod
-    def make(cls) -> Any:
-        return previewing(cls.target)
-
-
-class TestPreviewing(OfPreviewers):
-    """Previews of the pictures' size."""
+class OfPreviewers(DenoisesNothing):
+    model, objective, lr = "c_tiny", "preview", 1e-3
 
 
 class TestPreviewingOfTheOriginal(OfPreviewers):
     """Previews of a quarter of the size, by the network with batch norm."""
 
-    target = ORIGINAL
+    @classmethod
+    def make(cls) -> Any:
+        return previewing(ORIGINAL)
 
     def test_norms_keep_their_statistics(self, prepared: Any) -> None:
         task = self.make()
