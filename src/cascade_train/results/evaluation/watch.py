@@ -45,12 +45,7 @@ class Watched:
     track: bool
 
     def judge(self, judge: Judge, step: int, world: World) -> Verdict:
-        """Export a checkpoint, evaluate it, and publish the numbers. Collective.
-
-        Raises:
-            ConfigError: no such checkpoint.
-            RunError: it is damaged.
-        """
+        """Export a checkpoint, evaluate it, and publish the numbers. Collective."""
         folder, checkpoints = self.out / f"step_{step}", self.run / "checkpoints"
         weights = folder / "weights"
         stamp = from_rank_zero(lambda: read_manifest(find_checkpoint(CheckpointStore(checkpoints), step)).stamp)
