@@ -161,12 +161,6 @@ def test_what_is_left_behind_is_read_as_weights(target: str, kind: Any, tmp_path
     assert all(torch.equal(value, again.module.state_dict()[key]) for key, value in module.state_dict().items())
 
 
-def test_another_stage_has_no_previewer() -> None:
-    task = component("task", "reconstruction").for_objective(component("objective", "preview"))
-    with pytest.raises(AssertionError, match="a Previewing is for previewer, not for stage_a"):
-        task.attach(make_stage("a_tiny"), None, CPU)
-
-
 def test_a_distance_is_a_number_for_each_picture() -> None:
     image, original = torch.zeros(2, 3, 4, 6), torch.stack([torch.full((3, 4, 6), value) for value in (0.5, -2.0)])
     absolute, squared = (component("objective", "preview", pixel=pixel).pixels for pixel in ("l1", "l2"))
