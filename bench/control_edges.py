@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from cascade_train.data.shapes import Shapes
-from cascade_train.distributed.process_group import process_group
 from cascade_train.filters.canny import CannyFilter
 from cascade_train.results.find import find_model
 from cascade_train.results.paint import PromptBatch, fit_sizes
@@ -47,8 +46,7 @@ def paint(run: Path, image_BCHW: Tensor, strength: float) -> tuple[Tensor, Tenso
     order = PromptBatch(captions=("a shape",) * len(numbers), numbers=numbers, guide=guide)
     model = find_model(str(run), key="run", part="prior")
     sizes = fit_sizes(model, None, height=None, width=None, compression=None)
-    with process_group() as world:
-        images = paint_orders(model, [order], sizes=sizes, seed=0, world=world)
+    images = paint_orders(model, None, [order], sizes=sizes, seed=0)
     samples = np.stack([np.asarray(image).transpose(2, 0, 1) for image in images])
     return torch.from_numpy(maps) / 255, torch.from_numpy(samples) / 255
 

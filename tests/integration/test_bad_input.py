@@ -68,10 +68,6 @@ def data_overrides(path):
     return [*FINETUNE, "data=webdataset", f"data.urls={path}", "data.num_workers=0"]
 
 
-def test_a_missing_tar_is_refused(refuse, tmp_path):
-    assert "nowhere.tar" in refuse(*data_overrides(tmp_path / "nowhere.tar"))
-
-
 def test_unknown_weights_are_refused(refuse, tmp_path):
     assert "model.weights" in refuse("task=finetune", f"model.weights={tmp_path}/nothing.safetensors")
 

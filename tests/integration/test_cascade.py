@@ -201,24 +201,6 @@ def test_latents_of_another_compressor_are_refused(
         painted(prior, tmp_path / "out", decoder=str(decoder), decoder_steps=1)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"start_strength": 0.5}, "start_strength=0.5 must be above 0, at most 1, and is for start_image"),
-        ({"start_image": "a.png", "start_strength": 0.0}, "start_strength=0.0 must be above 0"),
-        ({"decoder_steps": 3}, "decoder_steps=3 is for decoder"),
-        ({"decoder": "b", "decoder_steps": 0}, "decoder_steps=0 must be 1 or more"),
-        ({"decoder": "b", "decoder_guidance_scale": -1.0}, "decoder_guidance_scale=-1.0 must be 0 or more"),
-        ({"compression": 0.5}, "compression=0.5 must be 1 or more"),
-        ({"height": 0}, "height=0 must be 1 or more"),
-        ({"variation": ["a.png", "b.png"]}, "2 images for 1 prompts; give one, or one for each"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        GenerateArgs(source="run", prompts=["a"], **given)
-
-
 @pytest.fixture(scope="module")
 def combined(prior: Path, decoder: Path) -> Any:
     """The two runs as one pipeline of diffusers."""

@@ -11,14 +11,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cascade_train.__main__ import launch
 from cascade_train.commands import generate as generate_verb
 from cascade_train.commands.evaluate import EvaluateArgs, evaluate
 from cascade_train.engine.sampling import CELL_PX, LABEL_PX
 from cascade_train.errors import ConfigError
 from cascade_train.results.find import stored_network
 from cascade_train.tasks.controlnet import ControlNet
-from tests.integration.runs import SMALL, read_metrics, train
+from tests.integration.runs import read_metrics, train
 
 CONTROL = ("task=controlnet", "task.bottleneck=small", "filter@task.filter=canny", "optimizer.lr=3e-3")
 LOOKING = (
@@ -112,11 +111,6 @@ def test_prompts_of_ones_own_follow_pictures_of_the_data(base: Path, tmp_path: P
     assert len(list((tmp_path / "run" / "samples" / "step_1").glob("*_sample.png"))) == 3
 
 
-def test_painting_without_a_picture_says_what_to_give(run: Path, tmp_path: Path, capsys) -> None:
-    with pytest.raises(Exception, match="a control network paints under an image; give image="):
-        paint(run, tmp_path / "out")
-
-
 def test_a_run_from_a_bare_file_writes_what_that_does_not_say(run: Path, base: Path, tmp_path: Path) -> None:
     save_file(stored(run), tmp_path / "bare.safetensors")
     given = (*CONTROL, f"model.weights={base}", f"task.weights={tmp_path / 'bare.safetensors'}")
@@ -125,10 +119,3 @@ def test_a_run_from_a_bare_file_writes_what_that_does_not_say(run: Path, base: P
     with safe_open(tmp_path / "told" / "export" / "controlnet" / "controlnet.safetensors", framework="pt") as file:
         header = file.metadata()
     assert (header["blocks"], header["channels"], "CannyFilter" in header["filter"]) == ("[0, 1, 6, 7]", "1", True)
-
-
-def test_wrong_blocks_end_the_start_and_leave_nothing(base: Path, tmp_path: Path, capsys) -> None:
-    arguments = [*SMALL, *CONTROL, f"model.weights={base}", f"run.dir={tmp_path / 'run'}", "task.blocks=[0,64]"]
-    assert launch(arguments) == 2
-    assert "this model executes 8 residual blocks, 0 to 7, and 64 is none of them" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()

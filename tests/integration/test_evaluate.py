@@ -268,12 +268,6 @@ def a_checkpoint_may_go_while_it_is_judged(run: Path, given: dict[str, Any], mon
     assert [line["step"] for line in lines[before:]] == [4]
 
 
-def test_a_watch_waits_for_the_next_checkpoint(tmp_path: Path) -> None:
-    slept: list[float] = []
-    assert next_checkpoint(tmp_path / "none", set(), sleep=slept.append) == (None, False)
-    assert sum(slept) == 600
-
-
 def test_a_watch_of_a_finished_run_that_is_continued_goes_on(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "checkpoints")
 
@@ -284,7 +278,7 @@ def test_a_watch_of_a_finished_run_that_is_continued_goes_on(tmp_path: Path) -> 
 
     def looked(done: set[int]) -> tuple[int | None, bool]:
         stamps = {(step, "first") for step in done}
-        found, has_ended = next_checkpoint(folder.directory, stamps, sleep=lambda seconds: None)
+        found, has_ended = next_checkpoint(folder.directory, stamps)
         return None if found is None else found.step, has_ended
 
     save(4, finished=True)

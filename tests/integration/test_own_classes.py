@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from tests.integration.runs import SMALL
 
@@ -22,6 +23,10 @@ from cascade_train.tasks.base import StepOutput
 from cascade_train.tasks.finetune import Finetune
 
 """
+GIVEN = (
+    *(*SMALL, *SMALL_NETWORK, "task=finetune"),
+    *("optimizer=torch", "optimizer.algorithm._target_=torch.optim.SGD"),
+)
 OPTIMIZER = "class Mine(torch.optim.SGD):\n    "
 LOSS = "class Mine(Objective):\n    def loss(self, pred_BCHW, diffused, mask_B1HW=None): return "
 ARRAY = "RawSample(image=np.zeros((8, 8, 3), dtype=np.float32), caption='', key='')"
@@ -148,8 +153,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
         (tmp_path / "mine.py").write_text(HEAD + written + "\n")
         monkeypatch.delitem(sys.modules, "mine", raising=False)
         chosen = [f"{key}._target_=mine.Mine", "data.num_workers=0", "run.allowed_packages=[cascade_train,torch,mine]"]
-        given = [*SMALL, "task=finetune", "optimizer=torch", "optimizer.algorithm._target_=torch.optim.SGD", *chosen]
-        return launch([*given, "run.dir=run"]), capfd.readouterr().err
+        return launch([*GIVEN, *chosen, "run.dir=run"]), capfd.readouterr().err
 
     return run
 

@@ -207,14 +207,15 @@ def test_an_average_cannot_begin_or_end_and_the_refusal_shows_the_difference(sto
     assert not (run / "config_history.jsonl").exists()
 
 
-def test_a_run_that_died_before_its_first_checkpoint_starts_over_with_its_metrics(tmp_path, monkeypatch):
-    stopping = [*FINETUNE, "checkpoint.every_steps=null", "log.every_steps=1"]
+def test_a_run_that_died_before_its_first_checkpoint_starts_over_with_its_metrics_and_tracker(tmp_path, monkeypatch):
+    stopping = [*FINETUNE, "tracker=tensorboard", "checkpoint.every_steps=null", "log.every_steps=1"]
     die_in_step(monkeypatch, 3)
     assert launch([*SMALL, f"run.dir={tmp_path / 'run'}", *stopping]) == 1
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
     monkeypatch.undo()
     run = train(tmp_path / "run", *stopping)
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
+    assert [each.step for each in read_events(run / "tensorboard").Scalars("loss")] == [1, 2, 3, 4]
 
 
 def die_in_step(monkeypatch, number):
@@ -226,15 +227,6 @@ def die_in_step(monkeypatch, number):
         return train_step(self, micro_batches)
 
     monkeypatch.setattr(Trainer, "train_step", dying)
-
-
-def test_a_tracker_shows_the_steps_before_a_first_checkpoint_once(tmp_path, monkeypatch):
-    overrides = [*FINETUNE, "tracker=tensorboard", "log.every_steps=1", "checkpoint.every_steps=null"]
-    die_in_step(monkeypatch, 3)
-    assert launch([*SMALL, f"run.dir={tmp_path / 'run'}", *overrides]) == 1
-    monkeypatch.undo()
-    run = train(tmp_path / "run", *overrides)
-    assert [each.step for each in read_events(run / "tensorboard").Scalars("loss")] == [1, 2, 3, 4]
 
 
 def test_a_run_that_died_before_its_exports_writes_them_at_the_next_start(origin, tmp_path, monkeypatch):

@@ -127,7 +127,7 @@ def test_a_run_with_a_damaged_file_is_still_looked_at(name: str, how: str, capsy
 
 @reads_checkpoints
 @pytest.mark.usefixtures("bounded")
-@pytest.mark.parametrize("how", [how for how in DAMAGE if how not in ("deep", "NUL", "null", "empty", "huge losses")])
+@pytest.mark.parametrize("how", ["a pipe", "20 GB", "cut", "other values"])
 @pytest.mark.parametrize("name", CONTINUED)
 def test_a_run_with_a_damaged_file_goes_on_or_says_why_not(commands, name, how, capsys):
     damage(name, how)

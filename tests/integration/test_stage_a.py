@@ -10,9 +10,6 @@ from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import P
 from PIL import Image
 from safetensors.torch import load_file
 
-from cascade_train.commands.generate import GenerateArgs, generate
-from cascade_train.errors import ConfigError
-from cascade_train.results.find import stored_network
 from tests.integration.runs import read_metrics, train
 
 NARROW = ("weights=null", "embed_dim=16", "bottleneck_blocks=1", "num_vq_embeddings=32")
@@ -76,22 +73,9 @@ def test_diffusers_the_originals_layout_and_stage_b_take_what_it_leaves(run: Pat
     assert (decoder / "export" / "decoder").is_dir()
 
 
-def test_nothing_is_painted_from_prompts(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="pictures of stage_a's latents, and paints nothing from prompts"):
-        generate(GenerateArgs(source=str(run), prompts=["a circle"], out=str(tmp_path)))
-
-
 def test_a_short_training_brings_reconstructions_nearer(tmp_path: Path) -> None:
     more = ("objective.adversarial.start_step=null", "train.max_steps=60", "validate.every_steps=20")
     rows = read_metrics(train(tmp_path / "run", *STAGE_A, *more, "checkpoint.every_steps=null", "log.every_steps=60"))
     psnr = [row["validate/psnr"] for row in rows if "validate/psnr" in row]
     assert len(psnr) == 3
     assert psnr[-1] > psnr[0] + 2.0
-
-
-def test_a_run_of_stage_a_has_no_network_to_write_in_another_format(run: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"from=.*: a run of what makes pictures of stage_a's latents, whose export/ holds every format",
-    ):
-        stored_network(str(run), model=None, key="from")

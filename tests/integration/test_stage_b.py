@@ -15,7 +15,6 @@ from cascade_train.commands.export import ExportArgs, export
 from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.commands.merge import MergeArgs, merge
 from cascade_train.config.saved import load_saved_config
-from cascade_train.errors import ConfigError
 from tests.integration.runs import read_metrics, train
 
 STAGE_B = ("model=b_tiny", "task=reconstruction", "train.global_batch_size=4")
@@ -60,11 +59,6 @@ def test_an_adapter_trains_on_it_and_merges_into_it(run: Path, tmp_path: Path) -
     different = {name for name, value in after.items() if not torch.equal(value, before[name])}
     assert different
     assert all(".attention.to_" in name for name in different)
-
-
-def test_prompts_alone_are_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="stage_b reconstructs images and cannot paint from prompts alone"):
-        generate(GenerateArgs(source=str(run), prompts=["a circle"], out=str(tmp_path)))
 
 
 def decibels(left: Path, right: Path) -> float:

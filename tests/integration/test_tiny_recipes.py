@@ -19,6 +19,7 @@ from cascade_train.models.cascade.convolutional import ConvolutionalCompressor, 
 from tests.distributed.test_modes import B_NARROW, NARROW
 from tests.integration.runs import cut_back, read_metrics, train
 
+DATA = "data.samples=300"
 FEW = ("train.max_steps=2", "train.global_batch_size=4", "sample.every_steps=null", "validate.every_steps=null")
 
 
@@ -32,7 +33,7 @@ def of_parts(**folders: Path) -> list[str]:
     return [f"model.{part}.weights={folder}" for part, folder in folders.items()]
 
 
-RECIPE = ("experiment=tiny_compressor", *FEW, "checkpoint.every_steps=1", "checkpoint.keep_last=null")
+RECIPE = ("experiment=tiny_compressor", *FEW, DATA, "checkpoint.every_steps=1", "checkpoint.keep_last=null")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def decoder(compressor: Path) -> Path:
     """A Stage B on that compressor, from latents that were made before."""
     chosen = ("experiment=tiny_b", "model=b_tiny", *small(B_NARROW), *FEW, *of_parts(semantic_compressor=compressor))
     latents = compressor.with_name("latents")
-    assert launch(["cache", *chosen, "data.samples=300", f"out={latents}"]) == 0
+    assert launch(["cache", *chosen, DATA, f"out={latents}"]) == 0
     cached = ("data=cached", f"data.path={latents}", "data.num_workers=0", "~data.samples", "~data.background_weight")
     return train(compressor.with_name("b"), *chosen, *cached, "validate.reconstructions=0")
 
@@ -55,7 +56,7 @@ def decoder(compressor: Path) -> Path:
 def prior(compressor: Path) -> Path:
     """A Stage C on it."""
     parts = of_parts(semantic_compressor=compressor, previewer=compressor)
-    return train(compressor.with_name("c"), "experiment=tiny_c", *small(NARROW), *FEW, *parts)
+    return train(compressor.with_name("c"), "experiment=tiny_c", *small(NARROW), *FEW, DATA, *parts)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +104,9 @@ def test_the_judge_finds_that_two_steps_teach_nothing(
 @pytest.fixture(scope="module")
 def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Latents of an autoencoder after two steps of its recipe, which lies beside them."""
-    vae = train(tmp_path_factory.mktemp("tiny_sd") / "vae", "experiment=tiny_vae", "model=vae_tiny", *FEW)
+    vae = train(tmp_path_factory.mktemp("tiny_sd") / "vae", "experiment=tiny_vae", "model=vae_tiny", *FEW, DATA)
     made = vae.with_name("latents")
-    chosen = ("experiment=tiny_sd", f"model.vae.weights={vae}", "data.samples=300")
+    chosen = ("experiment=tiny_sd", f"model.vae.weights={vae}", DATA)
     assert launch(["cache", *chosen, "captions=false", f"out={made}"]) == 0
     return made
 

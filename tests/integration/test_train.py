@@ -87,7 +87,7 @@ def test_an_exported_lora_climbs_twice_at_most(tmp_path, monkeypatch):
             sys.setprofile(None)
 
     monkeypatch.setattr(run, "write_exports", watched)
-    train(tmp_path / "run", *NARROW, "task=lora", "train.max_steps=1")
+    train(tmp_path / "run", *SMALL_NETWORK, "task=lora", "train.max_steps=1")
     assert climbs == [("distributed.consensus", "tasks.lora"), ("distributed.consensus", "assembly.run")]
 
 
@@ -193,11 +193,16 @@ def test_a_start_reports_what_runs(tmp_path, caplog):
     assert told.splitlines()[-1] == f"  writes to  {tmp_path / 'run'}"
 
 
-def test_raising_the_limit_continues_a_finished_run(tmp_path):
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """A run of four steps that others are to equal."""
+    return train(tmp_path_factory.mktemp("quick") / "run", *QUICK)
+
+
+def test_raising_the_limit_continues_a_finished_run(quick, tmp_path):
     short = train(tmp_path / "run", *QUICK, "train.max_steps=2")
     train(short, *QUICK, "train.max_steps=4")
-    whole = train(tmp_path / "whole", *QUICK, "train.max_steps=4")
-    assert read_metrics(short) == read_metrics(whole)
+    assert read_metrics(short) == read_metrics(quick)
     page = Page((short / "report.html").read_text())
     assert page.data["runs"][0]["series"]["loss"]["x"] == [1, 2, 3, 4]
     assert page.data["notes"][0]["text"].startswith("Continued at step 2, ")
@@ -235,29 +240,27 @@ def test_accumulating_gives_the_same_weights(tmp_path):
         torch.testing.assert_close(weight, others[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_equal_runs_are_equal_bit_for_bit_whatever_the_workers(tmp_path):
-    alone = train(tmp_path / "alone", *QUICK)
+def test_equal_runs_are_equal_bit_for_bit_whatever_the_workers(quick, tmp_path):
     helped = train(tmp_path / "helped", *QUICK, "data.num_workers=2")
-    assert read_metrics(alone) == read_metrics(helped)
+    assert read_metrics(quick) == read_metrics(helped)
     others = exported_weights(helped)
-    assert all(torch.equal(weight, others[name]) for name, weight in exported_weights(alone).items())
+    assert all(torch.equal(weight, others[name]) for name, weight in exported_weights(quick).items())
 
 
 @pytest.mark.parametrize("more", [(), ("train.precision=bf16", "activation_checkpointing=true", "ema.decay=0.5")])
 def test_one_rank_has_the_numbers_of_a_sharded_network_to_the_bit(tmp_path, monkeypatch, more):
-    given = (*QUICK, "train.micro_batch_size=4", "train.max_grad_norm=0.01", *more)
+    given = (*QUICK, "train.max_steps=2", "train.micro_batch_size=4", "train.max_grad_norm=0.01", *more)
     plain = train(tmp_path / "plain", *given)
     monkeypatch.setattr(parallelize, "is_whole", lambda *_: False)
     wrapped = train(tmp_path / "wrapped", *given)
     assert read_metrics(plain) == read_metrics(wrapped)
-    saved = [read_manifest(run / "checkpoints" / "step_4").files["__0_0.distcp"].sha256 for run in (plain, wrapped)]
+    saved = [read_manifest(run / "checkpoints" / "step_2").files["__0_0.distcp"].sha256 for run in (plain, wrapped)]
     assert saved[0] == saved[1]
 
 
-def test_recomputing_activations_changes_no_number(tmp_path):
-    kept = train(tmp_path / "kept", *QUICK)
+def test_recomputing_activations_changes_no_number(quick, tmp_path):
     recomputed = train(tmp_path / "recomputed", *QUICK, "activation_checkpointing=true")
-    for one, other in zip(read_metrics(kept), read_metrics(recomputed), strict=True):
+    for one, other in zip(read_metrics(quick), read_metrics(recomputed), strict=True):
         assert one == pytest.approx(other, rel=1e-5)
 
 

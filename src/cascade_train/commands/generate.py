@@ -111,7 +111,7 @@ def painted(args: GenerateArgs, out: str | None) -> list[Image]:
     )
     batches = paint.batches_of(args.prompts, files, count=args.count, batch_size=args.batch_size)
     folder = None if out is None else make_folder(Path(out))
-    images = paint.paint_alone(model, decoder, batches, sizes=sizes, seed=args.seed)
+    images = paint.paint(model, decoder, batches, sizes=sizes, seed=args.seed)
     if folder is not None:
         paint.write_images(images, args.prompts, folder)
     return images

@@ -39,7 +39,7 @@ class AdaptiveTrainSchedule(Bucketed, Schedule):
 
     def _curve(self, t_B: Tensor) -> Tensor:
         low, high = self.logsnr_range
-        mass_N = self.average.on(t_B.device) + self.min_probs
+        mass_N = self.loss_on(t_B.device) + self.min_probs
         probability_N = mass_N / mass_N.sum()
         # A running sum without cumsum, which has no deterministic kernel on CUDA.
         below_N = (probability_N * torch.ones(self.buckets, self.buckets, device=t_B.device).tril()).sum(1)

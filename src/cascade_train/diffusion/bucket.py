@@ -18,47 +18,6 @@ from cascade_train.errors import ConfigError
 from cascade_train.options import Rising, Several, Share
 
 
-class BucketAverage:
-    """Exponential moving average of the loss per bucket, starting at 1; (N,) fp32. Options as of `Bucketed`.
-
-    The tensor follows the device of its arguments. All arithmetic is in a fixed order, so equal inputs give equal bits
-    on every rank.
-    """
-
-    def __init__(self, *, buckets: int, beta: float, duplicates: Literal["mean", "last"]) -> None:
-        self.beta = beta
-        self.duplicates = duplicates
-        self._loss_N = torch.ones(buckets, dtype=torch.float32, device="cpu")
-
-    def on(self, device: torch.device) -> Tensor:
-        """Return the averages, (N,) fp32, on `device`."""
-        if self._loss_N.device != device:
-            self._loss_N = self._loss_N.to(device)
-        return self._loss_N
-
-    def update(self, bucket_G: Tensor, loss_G: Tensor) -> None:
-        """Update from samples' buckets (G,) int64 in [0, N) and unweighted losses (G,); other buckets stay."""
-        old_N = self.on(loss_G.device)
-        loss_G = loss_G.detach().float()
-        hit_GN = bucket_G[:, None] == torch.arange(old_N.numel(), device=old_N.device)
-        new_N = _last(hit_GN, loss_G) if self.duplicates == "last" else _mean(hit_GN, loss_G)
-        self._loss_N = torch.where(hit_GN.any(0), self.beta * old_N + (1 - self.beta) * new_N, old_N)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the averages as `bucket_loss`."""
-        return {"bucket_loss": self._loss_N.detach().clone()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned; a ConfigError if it has another number of buckets."""
-        loss_N = state["bucket_loss"]
-        if loss_N.shape != self._loss_N.shape:
-            raise ConfigError(
-                f"buckets={self._loss_N.numel()}, but the saved state has {loss_N.numel()}; "
-                "set buckets to the saved number or start a new run"
-            )
-        self._loss_N = loss_N.detach().to(self._loss_N.device, torch.float32).clone()
-
-
 class Adaptive:
     """Base of what may learn from the losses of training; by default it learns nothing, and has no state."""
 
@@ -78,7 +37,9 @@ class Adaptive:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucketed(Adaptive, abc.ABC):
-    """Base of what learns a running loss per bucket of logSNR.
+    """Base of what learns a running loss per bucket of logSNR, starting at 1.
+
+    All arithmetic is in a fixed order, so equal inputs give equal bits on every rank.
 
     Attributes:
         logsnr_range: lowest and highest logSNR, where the buckets begin and end.
@@ -93,25 +54,38 @@ class Bucketed(Adaptive, abc.ABC):
     duplicates: Literal["mean", "last"] = "mean"
 
     @cached_property
-    def average(self) -> BucketAverage:
-        """Running loss of each bucket."""
-        return BucketAverage(buckets=self.buckets, beta=self.beta, duplicates=self.duplicates)
+    def _state(self) -> dict[str, Tensor]:
+        return {"bucket_loss": torch.ones(self.buckets, dtype=torch.float32, device="cpu")}
+
+    def loss_on(self, device: torch.device) -> Tensor:
+        """Return the running losses, (N,) fp32, which stay on `device`."""
+        self._state["bucket_loss"] = self._state["bucket_loss"].to(device)
+        return self._state["bucket_loss"]
 
     @abc.abstractmethod
     def bucket(self, logsnr_B: Tensor) -> Tensor:
-        """Return the bucket, (B,) int64, of (B,) logSNR."""
+        """Return the bucket, (B,) int64 in [0, N), of (B,) logSNR."""
 
     def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
-        """Learn from a global batch."""
-        self.average.update(self.bucket(logsnr_G), loss_raw_G)
+        """Learn from a global batch; buckets without a sample stay."""
+        old_N, loss_G = self.loss_on(loss_raw_G.device), loss_raw_G.detach().float()
+        hit_GN = self.bucket(logsnr_G)[:, None] == torch.arange(self.buckets, device=old_N.device)
+        new_N = _last(hit_GN, loss_G) if self.duplicates == "last" else _mean(hit_GN, loss_G)
+        self._state["bucket_loss"] = torch.where(hit_GN.any(0), self.beta * old_N + (1 - self.beta) * new_N, old_N)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the running losses."""
-        return self.average.state_dict()
+        """Return a copy of the running losses."""
+        return {name: loss_N.clone() for name, loss_N in self._state.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned."""
-        self.average.load_state_dict(state)
+        """Restore what `state_dict` returned; a ConfigError if it has another number of buckets."""
+        loss_N = state["bucket_loss"]
+        if loss_N.shape != (self.buckets,):
+            raise ConfigError(
+                f"buckets={self.buckets}, but the saved state has {loss_N.numel()}; "
+                "set buckets to the saved number or start a new run"
+            )
+        self._state["bucket_loss"] = loss_N.detach().to(self._state["bucket_loss"], copy=True)
 
 
 class AdaptiveParts(Adaptive, abc.ABC):

@@ -232,7 +232,7 @@ class AdaptiveLossWeight(Bucketed, LossWeight):
 
     def _weight(self, logsnr_B: Tensor) -> Tensor:
         low, high = self.weight_range
-        return (1 / self.average.on(logsnr_B.device)[self.bucket(logsnr_B)]).clamp(low, high)
+        return (1 / self.loss_on(logsnr_B.device)[self.bucket(logsnr_B)]).clamp(low, high)
 
     def bucket(self, logsnr_B: Tensor) -> Tensor:
         """Return the bucket, (B,) int64, of (B,) logSNR."""

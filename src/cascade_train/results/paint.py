@@ -172,48 +172,29 @@ def loaded(model: TrainedModel, world: World) -> Iterator[Parts]:
 
 
 def paint(
-    model: TrainedModel, batches: Iterable[PromptBatch], *, sizes: Sizes, seed: int, world: World
-) -> list[Image.Image]:
-    """Paint with one stage alone: previews of Stage C, reconstructions of Stage B. Collective."""
-    images: list[Image.Image] = []
-    with loaded(model, world) as parts:
-        painter = build_painter(model.cfg, parts, sizes.painted)
-        for batch in batches:
-            images += to_images(painter.paint(batch.captions, None, draws(seed, batch, "generate"), batch.guide))
-    return images
-
-
-def paint_cascade(
-    model: TrainedModel,
-    decoder: TrainedModel,
-    batches: Iterable[PromptBatch],
-    *,
-    sizes: Sizes,
-    seed: int,
-    world: World,
-) -> list[Image.Image]:
-    """Paint with Stage C, B and A; Stage C is freed before Stage B is loaded. Collective."""
-    images: list[Image.Image] = []
-    with loaded(model, world) as parts:
-        compressor = Fingerprint.of(parts.stage)
-        sample = latent_sampler(model, parts, sizes, seed)
-        sampled = [(batch, sample(batch).cpu()) for batch in batches]
-        del parts, sample
-    with loaded(decoder, world) as parts:
-        decode = latent_decoder(model, compressor, decoder, parts, sizes, seed)
-        for batch, latent_BCHW in sampled:
-            images += to_images(decode(batch, latent_BCHW))
-    return images
-
-
-def paint_alone(
     model: TrainedModel, decoder: TrainedModel | None, batches: Iterable[PromptBatch], *, sizes: Sizes, seed: int
 ) -> list[Image.Image]:
-    """Paint as `paint`, with a decoder as `paint_cascade`, in a process group for this alone. Collective."""
+    """Paint in a process group for this alone: with Stage C, B and A, or without a decoder one stage alone. Collective.
+
+    That are previews of Stage C, or reconstructions of Stage B. Stage C is freed before Stage B is loaded.
+    """
+    images: list[Image.Image] = []
     with process_group() as world:
-        if decoder is None:
-            return paint(model, batches, sizes=sizes, seed=seed, world=world)
-        return paint_cascade(model, decoder, batches, sizes=sizes, seed=seed, world=world)
+        with loaded(model, world) as parts:
+            if decoder is None:
+                painter = build_painter(model.cfg, parts, sizes.painted)
+                for batch in batches:
+                    noise = draws(seed, batch, "generate")
+                    images += to_images(painter.paint(batch.captions, None, noise, batch.guide))
+                return images
+            compressor, sample = Fingerprint.of(parts.stage), latent_sampler(model, parts, sizes, seed)
+            sampled = [(batch, sample(batch).cpu()) for batch in batches]
+            del parts, sample
+        with loaded(decoder, world) as parts:
+            decode = latent_decoder(model, compressor, decoder, parts, sizes, seed)
+            for batch, latent_BCHW in sampled:
+                images += to_images(decode(batch, latent_BCHW))
+    return images
 
 
 def latent_sampler(model: TrainedModel, parts: Parts, sizes: Sizes, seed: int) -> Callable[[PromptBatch], Tensor]:

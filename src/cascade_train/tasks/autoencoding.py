@@ -94,9 +94,6 @@ class AutoencoderObjective(PictureObjective):
         train_decoder: whether the decoder trains.
         perceptual: a distance between features.
         adversarial: a discriminator.
-
-    Raises:
-        ValueError: nothing trains.
     """
 
     train_encoder: bool

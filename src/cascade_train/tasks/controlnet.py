@@ -57,9 +57,6 @@ class ControlNet(TextToImage):
             original's, or a folder of diffusers; null = a new one, which begins without effect.
         control_drop_prob: share of samples whose map is 0 in training, in [0, 1].
         seed: of a new control network's values.
-
-    Raises:
-        ValueError: a number out of range, or backbone weights for a bottleneck that has none.
     """
 
     fits = ("control",)

@@ -33,9 +33,6 @@ class Preview(PictureObjective):
     Args:
         latent_noise: standard deviation of noise on the latents in training: the previewer becomes robust to errors of
             Stage C, and a compressor that trains along to noise; 0 = none.
-
-    Raises:
-        ValueError: a negative standard deviation.
     """
 
     fits: ClassVar[tuple[str, ...]] = ("previewer",)

@@ -11,7 +11,6 @@ import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
 
-from cascade_train.assembly import model_card as module
 from cascade_train.assembly.model_card import CARD, LICENSE, SAMPLES, write_card
 
 PLACES = ["pipe:/home/somebody/bin/cat ~/somebody/b.tar", "file:///home/somebody/c.tar", "https://host/d/e.tar"]
@@ -151,15 +150,3 @@ def test_adapters_of_another_kind_are_loaded_by_peft_alone(tmp_path: Path) -> No
     assert made.data.library_name == "peft"
     assert "adapters of the kind lokr: `PeftModel.from_pretrained(network, 'lora')` of peft." in made.text
     assert "load_lora_weights" not in made.text
-
-
-def test_a_stage_names_its_own_family_and_no_other_option_is_read(tmp_path: Path, monkeypatch: Any) -> None:
-    def read() -> list[Any]:
-        raise AssertionError("every option of the group is read")
-
-    monkeypatch.setattr(module, "families", read)
-    stage = "cascade_train.models.cascade.stage_c.StageC"
-    made = card(run_with(tmp_path / "run", _target_=stage), tmp_path / "out", ["lora"])
-    assert made.data.tags == ["stable-cascade", "lora", "cascade_train"]
-    with pytest.raises(AssertionError, match="every option of the group is read"):
-        card(None, tmp_path / "out", ["lora"], source=PUBLISHED)

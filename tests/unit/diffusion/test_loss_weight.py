@@ -146,17 +146,10 @@ def test_state_of_another_number_of_buckets_is_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: replace(P2, shift=0.0), "shift=0.0 must be greater"),
-        (lambda: replace(P2, clamp_range=[2.0, 1.0]), "clamp_range=.*low < high"),
         (lambda: replace(P2, k=0.0), "k=0.0 must be greater"),
-        (lambda: MinSNRLossWeight(max_snr=0.0), "max_snr=0.0 must be greater"),
-        (lambda: MinSNRGammaLossWeight(gamma=0.0, target="v"), "gamma=0.0 must be greater"),
         (lambda: MinSNRGammaLossWeight(gamma=5.0, target="noise"), "target=noise is unknown"),
-        (lambda: SechLossWeight(div=0.0), "div=0.0 must be greater"),
         (lambda: ComposedLossWeight(mul=[], div=[]), "leave nothing to compose; name at least one"),
         (lambda: adaptive(buckets=2), "buckets=2 must be greater"),
-        (lambda: adaptive(beta=-0.1), "beta=-0.1 must lie in"),
-        (lambda: adaptive(duplicates="sum"), "duplicates=sum is unknown; choose one of mean, last"),
         (lambda: adaptive(update="epoch"), "update=epoch is unknown"),
     ],
 )

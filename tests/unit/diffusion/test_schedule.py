@@ -151,14 +151,9 @@ def test_interpolation_takes_each_schedule_at_its_end() -> None:
     [
         (lambda: replace(SCHEDULES["sqrt"], s=1e-3, norm_instead=True), "logSNR at t=1 and t=0 is .*must be finite"),
         (lambda: InterpolatedSchedule(first=COSINE, second=LINEAR, shifts=[1.0]), "two numbers, one per schedule"),
-        (lambda: replace(COSINE, shift=0.0), "shift=0.0 must be greater than"),
         (lambda: replace(COSINE, discrete_steps=1), "discrete_steps=1 must be greater than"),
-        (lambda: replace(COSINE, s=-0.1), r"s=-0.1 must lie in \[0.0, 1.0\]"),
-        (lambda: replace(COSINE, clamp_range=[0.9, 0.1]), "clamp_range=.*low < high"),
-        (lambda: replace(LINEAR, logsnr_range=[1.0, 1.0]), "logsnr_range=.*low < high"),
         (lambda: EDMSampleSchedule(sigma_range=[0.0, 80.0], p=7.0), r"sigma_range\[0\]=0.0 must be greater"),
         (lambda: replace(SCHEDULES["edm_train"], std=0.0), "std=0.0 must be greater"),
-        (lambda: ScaledLinearSchedule(linear_range=[0.1, 0.2], total_steps=1), "total_steps=1 must be greater"),
     ],
 )
 def test_values_out_of_range_are_refused(make: object, message: str) -> None:

@@ -152,8 +152,6 @@ def test_edm_scaling_of_unit_data_keeps_the_variance() -> None:
         (lambda: schedule(beta_schedule="cosine"), "beta_schedule=cosine is unknown"),
         (lambda: schedule(beta_start=0.02), r"\[beta_start, beta_end\]=\[0.02, 0.012\] must be two numbers"),
         (lambda: schedule(beta_start=0.0), "beta_start=0.0 must be greater"),
-        (lambda: schedule(beta_end=1.5), "beta_end=1.5 must lie in"),
-        (lambda: schedule(num_train_timesteps=1), "num_train_timesteps=1 must be greater"),
         (lambda: EDMScaling(sigma_data=0.0), "sigma_data=0.0 must be greater"),
         (lambda: EDMTarget(sigma_data=-1.0), "sigma_data=-1.0 must be greater"),
     ],

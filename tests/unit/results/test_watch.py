@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,37 +11,40 @@ import pytest
 from cascade_train.distributed.process_group import World
 from cascade_train.errors import ConfigError
 from cascade_train.results.evaluation import watch as watching
-from cascade_train.results.evaluation.watch import next_checkpoint, wait_for_run, watch
+from cascade_train.results.evaluation.watch import wait_for_run, watch
 
 
-@pytest.mark.parametrize("hours", [0.005, 0.5])
-def test_a_watch_ends_on_time_without_a_new_checkpoint(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: float
-) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(watching, "next_checkpoint", partial(next_checkpoint, sleep=slept.append))
-    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: sum(slept)))
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that a watch has slept, by which its clock goes."""
+    pauses: list[float] = []
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append))
+    return pauses
+
+
+def test_a_watch_ends_on_time_without_a_new_checkpoint(world: World, tmp_path: Path, slept: list[float]) -> None:
     watched: Any = SimpleNamespace(run=tmp_path, model=None, decoder=None)
     judge: Any = SimpleNamespace(digest=lambda *_: "the same way")
-    assert watch(watched, judge, world, max_wait_hours=hours) == 0
-    assert sum(slept) == pytest.approx(3600 * hours)
+    assert watch(watched, judge, world, max_wait_hours=0.5) == 0
+    assert sum(slept) == pytest.approx(1800, abs=10)
 
 
 def test_a_watch_that_is_queued_early_waits_until_its_run_begins(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, slept: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, slept = tmp_path / "runs" / "long", list[float]()
+    run = tmp_path / "runs" / "long"
 
-    def begin(seconds: float) -> None:
+    def sleep(seconds: float) -> None:
         slept.append(seconds)
         if len(slept) == 3:
             run.mkdir(parents=True)
 
-    wait_for_run(run, max_wait_hours=12.0, sleep=begin)
+    monkeypatch.setattr(watching.time, "sleep", sleep)
+    wait_for_run(run, max_wait_hours=12.0)
     assert slept == [10.0] * 3
     assert caplog.messages == [f"watch={run}: no such folder yet; waits until a run begins in {run}."]
-    wait_for_run(run, max_wait_hours=12.0, sleep=slept.append)
+    wait_for_run(run, max_wait_hours=12.0)
     assert len(slept) == 3, "it is there"
     with pytest.raises(ConfigError, match="no run has begun there in max_wait_hours=0.01. Name its folder"):
-        wait_for_run(tmp_path / "none", max_wait_hours=0.01, sleep=slept.append)
+        wait_for_run(tmp_path / "none", max_wait_hours=0.01)
     assert sum(slept[3:]) == pytest.approx(36, abs=10)

@@ -23,14 +23,10 @@ def autoencoding(**changed: Any) -> Any:
 
 
 class TestAutoencodingKL(DenoisesNothing):
-    """Without a discriminator."""
+    """With a discriminator from the first step on."""
 
     model, objective = "vae_tiny", "autoencoder_kl"
     lr = 1e-3
-
-
-class TestWithADiscriminator(TestAutoencodingKL):
-    """With a discriminator from the first step on."""
 
     @classmethod
     def make(cls) -> Any:

@@ -16,7 +16,8 @@ from cascade_train.models.cascade.previewer import ConvolutionPreviewer
 from cascade_train.tasks.pictures import RoundTrip
 from cascade_train.tasks.preview import Preview
 from tests.unit.models.stages import make_stage
-from tests.unit.tasks.task_contract import CPU, TaskContract, component, left, make_batch
+from tests.unit.tasks.task_contract import CPU, component, left, make_batch
+from tests.unit.tasks.test_vqgan import DenoisesNothing
 
 SMALL = "cascade_train.models.cascade.convolutional.ConvolutionalPreviewer"
 ORIGINAL = "cascade_train.models.cascade.previewer.ConvolutionPreviewer"
@@ -44,29 +45,16 @@ def task() -> Any:
     return previewing()
 
 
-class OfPreviewers(TaskContract):
-    """The contract without what only tasks that denoise promise."""
-
-    option = "reconstruction"
-    model = "c_tiny"
-    objective = "preview"
-    target = SMALL
-    test_a_caption_steers_the_prediction = None
-    test_evaluation_is_a_fixed_number_per_sample_and_noise_level = None
-
-    @classmethod
-    def make(cls) -> Any:
-        return previewing(cls.target)
-
-
-class TestPreviewing(OfPreviewers):
-    """Previews of the pictures' size."""
+class OfPreviewers(DenoisesNothing):
+    model, objective, lr = "c_tiny", "preview", 1e-3
 
 
 class TestPreviewingOfTheOriginal(OfPreviewers):
     """Previews of a quarter of the size, by the network with batch norm."""
 
-    target = ORIGINAL
+    @classmethod
+    def make(cls) -> Any:
+        return previewing(ORIGINAL)
 
     def test_norms_keep_their_statistics(self, prepared: Any) -> None:
         task = self.make()
@@ -171,12 +159,6 @@ def test_what_is_left_behind_is_read_as_weights(target: str, kind: Any, tmp_path
     again = kind(weights=str(tmp_path))
     again.build(device=CPU)
     assert all(torch.equal(value, again.module.state_dict()[key]) for key, value in module.state_dict().items())
-
-
-def test_another_stage_has_no_previewer() -> None:
-    task = component("task", "reconstruction").for_objective(component("objective", "preview"))
-    with pytest.raises(AssertionError, match="a Previewing is for previewer, not for stage_a"):
-        task.attach(make_stage("a_tiny"), None, CPU)
 
 
 def test_a_distance_is_a_number_for_each_picture() -> None:

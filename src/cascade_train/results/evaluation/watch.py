@@ -7,10 +7,9 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from cascade_train.config.saved import CONFIG_NAME
 from cascade_train.config.schema import ParallelMode
@@ -31,11 +30,6 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 10.0
 """Between looks at the folder of checkpoints."""
 
-ROUND_SECONDS = 600.0
-"""How long other ranks wait for rank 0 at once."""
-
-Found = TypeVar("Found")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
@@ -51,12 +45,7 @@ class Watched:
     track: bool
 
     def judge(self, judge: Judge, step: int, world: World) -> Verdict:
-        """Export a checkpoint, evaluate it, and publish the numbers. Collective.
-
-        Raises:
-            ConfigError: no such checkpoint.
-            RunError: it is damaged.
-        """
+        """Export a checkpoint, evaluate it, and publish the numbers. Collective."""
         folder, checkpoints = self.out / f"step_{step}", self.run / "checkpoints"
         weights = folder / "weights"
         stamp = from_rank_zero(lambda: read_manifest(find_checkpoint(CheckpointStore(checkpoints), step)).stamp)
@@ -132,22 +121,21 @@ def judge_checkpoints(
     return None
 
 
-def _poll(look: Callable[[], Found | None], *, seconds: float, sleep: Callable[[float], None]) -> Found | None:
-    waited = 0.0
-    while (found := look()) is None and waited < seconds:
-        pause = min(POLL_SECONDS, seconds - waited)
-        sleep(pause)
-        waited += pause
-    return found
-
-
-def wait_for_run(run: Path, *, max_wait_hours: float | None, sleep: Callable[[float], None] = time.sleep) -> None:
+def wait_for_run(run: Path, *, max_wait_hours: float | None) -> None:
     """Wait until a run begins in a folder that is not there yet."""
+    deadline = _deadline(max_wait_hours)
     if not run.exists():
         log.warning("watch=%s: no such folder yet; waits until a run begins in %s.", run, run.absolute())
-    longest = math.inf if max_wait_hours is None else 3600 * max_wait_hours
-    if _poll(lambda: run.exists() or None, seconds=longest, sleep=sleep) is None:
-        raise ConfigError(f"watch={run}: no run has begun there in max_wait_hours={max_wait_hours}. Name its folder.")
+    while not run.exists():
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                f"watch={run}: no run has begun there in max_wait_hours={max_wait_hours}. Name its folder."
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _deadline(max_wait_hours: float | None) -> float:
+    return math.inf if max_wait_hours is None else time.monotonic() + 3600 * max_wait_hours
 
 
 def watch(watched: Watched, judge: Judge, world: World, *, max_wait_hours: float | None) -> int:
@@ -156,24 +144,22 @@ def watch(watched: Watched, judge: Judge, world: World, *, max_wait_hours: float
     One that was evaluated in the same way already is skipped. One that retention deletes before it is read is left
     out, with a warning. `max_wait_hours` without a new one end the watch; None = no limit.
     """
-    checkpoints, tried, count = watched.run / "checkpoints", set[tuple[int, str | None]](), 0
-    longest = math.inf if max_wait_hours is None else 3600 * max_wait_hours
-    begun = time.monotonic()
+    checkpoints, count = watched.run / "checkpoints", 0
     settings = judge.digest(watched.model, watched.decoder)
     done = from_rank_zero(lambda: judged(watched.run, settings))
     if world.is_main:
         sys.stdout.write(f"Watches {watched.run}: each checkpoint is judged as it appears\n")
         sys.stdout.flush()
+    deadline = _deadline(max_wait_hours)
 
     def look() -> tuple[Manifest | None, bool]:
-        left = max(0.0, begun + longest - time.monotonic())
-        found, has_ended = next_checkpoint(checkpoints, done | tried, seconds=min(left, ROUND_SECONDS))
-        return found, has_ended or left <= ROUND_SECONDS
+        found, has_ended = next_checkpoint(checkpoints, done)
+        return found, has_ended or time.monotonic() >= deadline
 
     while True:
         found, has_ended = from_rank_zero(look)  # by one clock
         if found is not None:
-            tried.add((found.step, found.stamp))
+            done.add((found.step, found.stamp))
             try:
                 watched.judge(judge, found.step, world)
                 count += 1
@@ -182,9 +168,11 @@ def watch(watched: Watched, judge: Judge, world: World, *, max_wait_hours: float
                     raise
                 rule = "The checkpoint of step %d was deleted or replaced while it was judged: %s"
                 log.warning(rule, found.step, error)
-            begun = time.monotonic()
+            deadline = _deadline(max_wait_hours)
         elif has_ended:
             return count
+        else:
+            time.sleep(POLL_SECONDS)
 
 
 def checkpoint_stamp(checkpoint: Path) -> str | None:
@@ -193,26 +181,16 @@ def checkpoint_stamp(checkpoint: Path) -> str | None:
     return None if manifest is None else manifest.stamp
 
 
-def next_checkpoint(
-    checkpoints: Path,
-    done: set[tuple[int, str | None]],
-    *,
-    seconds: float = ROUND_SECONDS,
-    sleep: Callable[[float], None] = time.sleep,
-) -> tuple[Manifest | None, bool]:
-    """Return the first complete checkpoint that is not done, waiting `seconds` for one, and whether no other will come.
+def next_checkpoint(checkpoints: Path, done: set[tuple[int, str | None]]) -> tuple[Manifest | None, bool]:
+    """Return the first complete checkpoint that is not done, and whether no other will come.
 
     `done` are steps with the stamps of their weights, None = any: a step that is saved again is not done. A run whose
     newest checkpoint is its final one saves no other, unless it is being continued.
     """
-
-    def look() -> tuple[Manifest | None, bool] | None:
-        complete = CheckpointFolder(checkpoints).complete()
-        left = [each for step, each in complete.items() if done.isdisjoint({(step, each.stamp), (step, None)})]
-        if left:
-            return left[0], False
-        newest = list(complete.values())[-1:]
-        has_ended = newest and newest[0].facts.get("finished") and not (checkpoints.parent / LOCK_NAME).exists()
-        return (None, True) if has_ended else None
-
-    return _poll(look, seconds=seconds, sleep=sleep) or (None, False)
+    complete = CheckpointFolder(checkpoints).complete()
+    for step, manifest in complete.items():
+        if done.isdisjoint({(step, manifest.stamp), (step, None)}):
+            return manifest, False
+    newest = list(complete.values())[-1:]
+    is_finished = bool(newest and newest[0].facts.get("finished"))
+    return None, is_finished and not (checkpoints.parent / LOCK_NAME).exists()

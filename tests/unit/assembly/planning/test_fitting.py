@@ -10,6 +10,7 @@ import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from cascade_train.assembly.planning import devices, fitting, memory
 from cascade_train.assembly.planning.devices import HOST_USABLE, USABLE, Budget, free_host_bytes
@@ -263,13 +264,13 @@ def test_the_limit_of_a_job_is_that_of_its_groups(tmp_path: Path, monkeypatch: p
 
 
 def test_a_run_has_the_number_that_was_chosen_and_a_resume_the_first(tmp_path: Path, monkeypatch, caplog):
-    cfg = checked(*SMALL, "task=finetune", "train.micro_batch_size=auto")
+    cfg = checked(*SMALL, *SMALL_NETWORK, "task=finetune", "train.micro_batch_size=auto")
     free = iter([budget_for(cfg, 2, on_cuda=False).gb, 60.0])
     monkeypatch.setattr(fitting, "free_gb", lambda *_: (next(free), 60.0))
-    own = ("task=finetune", "train.micro_batch_size=auto", "log.every_steps=1", f"run.dir={tmp_path / 'run'}")
+    own = ("train.micro_batch_size=auto", "log.every_steps=1", f"run.dir={tmp_path / 'run'}")
     for steps in (2, 3):
         with caplog.at_level("INFO"):
-            assert launch([*SMALL, *own, f"train.max_steps={steps}"]) == 0
+            assert launch([*SMALL, *SMALL_NETWORK, "task=finetune", *own, f"train.max_steps={steps}"]) == 0
         saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
         assert saved["train"]["micro_batch_size"] == 2
     assert "micro_batch_size=2: 0.0" in caplog.text
@@ -277,7 +278,7 @@ def test_a_run_has_the_number_that_was_chosen_and_a_resume_the_first(tmp_path: P
 
 def test_a_start_that_nothing_fits_trains_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
     monkeypatch.setattr(fitting, "free_gb", lambda *_: (0.001, 60.0))
-    own = (*SMALL, "task=finetune", "train.max_steps=1")
+    own = (*SMALL, *SMALL_NETWORK, "task=finetune", "train.max_steps=1")
     assert launch([*own, "train.micro_batch_size=auto", f"run.dir={tmp_path / 'run'}"]) == 0
     assert (
         "train.micro_batch_size=auto: nothing fits. What needs least is taken, train.micro_batch_size=1" in caplog.text

@@ -38,7 +38,6 @@ from tests.integration.runs import train
 from tests.unit.config.composing import checked
 
 RUNS = {
-    "finetune": ("task=finetune", "train.micro_batch_size=8"),
     "accumulated": ("task=finetune", "train.micro_batch_size=4", "ema.decay=0.9", "train.precision=bf16"),
     "checkpointed adapters": ("task=lora", "activation_checkpointing=true", "task.train_tokens=[['[new]','^a']]"),
     "stage b": (
