@@ -219,6 +219,9 @@ def test_weights_are_converted_without_a_run(base: Path, tmp_path: Path, capsys:
     found = load_file(tmp_path / "prior" / "diffusion_pytorch_model.safetensors")
     wanted = load_file(base / "export" / "prior" / "prior" / "diffusion_pytorch_model.safetensors")
     assert all(torch.equal(found[name], value.bfloat16()) for name, value in wanted.items())
+    export(ExportArgs(source=str(base / "export"), format="diffusers", dtype="bf16", out=str(tmp_path / "half")))
+    half = load_file(tmp_path / "half" / "prior" / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(half[name], value) for name, value in found.items())
 
 
 def test_a_lora_is_merged_and_the_result_trains(base: Path, lora: Path, tmp_path: Path) -> None:
@@ -265,7 +268,12 @@ def test_what_does_not_fit_is_refused(base: Path, lora: Path, tmp_path: Path) ->
 def test_what_does_not_fit_a_run_is_refused_before_its_export_is_written(base: Path, lora: Path) -> None:
     before = [(path, path.stat().st_mtime_ns) for run in (base, lora) for path in sorted((run / "export").rglob("*"))]
     refused = {
-        "dtype=bf16: is for what format= names. Add format=diffusers for": (base, None, "bf16"),
+        "dtype=bf16: is for what format= names. Add format=original for": (base, None, "bf16"),
+        "dtype=bf16: format=diffusers would replace the pipeline in .*: from=.*/export format": (
+            base,
+            "diffusers",
+            "bf16",
+        ),
         "dtype=bf16: is for a network's weights; adapters are written in fp32": (lora, "single", "bf16"),
         "format=diffusers: from=.* holds adapters, whose formats are peft, single": (lora, "diffusers", None),
         "format=kohya: from=.* holds a network's weights, whose formats are": (base, "kohya", None),

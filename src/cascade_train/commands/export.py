@@ -55,7 +55,7 @@ class ExportArgs(WeightsArgs):
                 raise ConfigError(f"format={name} is unknown.{did_you_mean(name, known)}")
         if self.dtype is not None and not self.formats():
             raise ConfigError(
-                f"dtype={self.dtype}: is for what format= names. Add format=diffusers for a network's weights; adapters"
+                f"dtype={self.dtype}: is for what format= names. Add format=original for a network's weights; adapters"
                 " are written in fp32."
             )
         if self.push is not None and (parse_source(self.push) or HubSource("", None, "-")).repo != self.push:

@@ -243,7 +243,8 @@ def convert(
     """
     network = stored_network(source, model=model, key="from", allow_any_target=allow_any_target)
     is_lora = holds_lora(source)
-    names = _file_names(source, network.family, formats, dtype, is_lora=is_lora)
+    in_place = Path(source) == out
+    names = _file_names(source, network.family, formats, dtype, is_lora=is_lora, in_place=in_place)
     if is_lora:
         modules = module_shapes(network)
         lora = read_lora(source, key="from", family=network.family, modules=modules, module_filters=module_filters)
@@ -253,16 +254,15 @@ def convert(
         return [names[name] for name in formats]
     config = dict(network.config)
     state = load_state(network, source, dtype=DTYPES.get(dtype or ""), key="from")
-    has_pipeline = Path(source) == out and dtype is None  # a run's, where its network alone would go
     files = {name: names[name].format(part=network.family.part_of(config)) for name in formats}
     for name, file in files.items():
-        if not (has_pipeline and name == "diffusers"):
+        if not (in_place and name == "diffusers"):  # a run's pipeline, where its network alone would go
             _print_error(out / file, save_network(network.family, state, config, out / file, format=name))
     return list(files.values())
 
 
 def _file_names(
-    source: str, family: Family, formats: Sequence[str], dtype: str | None, *, is_lora: bool
+    source: str, family: Family, formats: Sequence[str], dtype: str | None, *, is_lora: bool, in_place: bool
 ) -> Mapping[str, str]:
     """Return the file of each format of weights or adapters; a ConfigError for a format or dtype that is not theirs."""
     names = {name: LORA_FILES[name] for name in family.lora_formats} if is_lora else NETWORK_FILES
@@ -272,6 +272,11 @@ def _file_names(
             raise ConfigError(f"format={name}: from={source} holds {kind}, whose formats are {', '.join(names)}.")
     if is_lora and dtype is not None:
         raise ConfigError(f"dtype={dtype}: is for a network's weights; adapters are written in fp32. Leave it out.")
+    if in_place and dtype is not None and "diffusers" in formats:
+        raise ConfigError(
+            f"dtype={dtype}: format=diffusers would replace the pipeline of {source} by its network. Write an export's"
+            " network into another folder: from=<export> out=<folder>."
+        )
     return names
 
 
@@ -285,7 +290,7 @@ def check_run(
         family = build_component(cfg, "model").family
     else:
         family = stored_network(str(run), model=model, key="from", allow_any_target=allow_any_target).family
-    _file_names(str(run), family, formats, dtype, is_lora=is_lora)
+    _file_names(str(run), family, formats, dtype, is_lora=is_lora, in_place=True)
 
 
 def merge(
