@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from bench.tiny_stable_diffusion import FAMILIES
 from bench.tutorial import (
     CELL_PX,
     LABEL_PX,
@@ -63,10 +64,13 @@ def test_what_was_held_out_at_the_beginning_half_way_and_at_the_end(tmp_path: Pa
     assert validated("b", rows) == ""
 
 
-def test_numbers_of_the_page_are_those_that_were_measured(repository: Path) -> None:
-    measured = (repository / "bench/results/tutorial.md").read_text().splitlines()
-    page = (repository / "docs/tutorial.md").read_text()
-    rows = [row for part in page.split("<!-- measured -->")[1:] for row in part.split("<!-- end -->")[0].splitlines()]
-    rows = [row for row in rows if row]
-    assert len(rows) > 12
-    assert [row for row in rows if row not in measured] == []
+@pytest.mark.parametrize(
+    ("page", "results", "rows"),
+    [("tutorial", "tutorial", 13), ("stable-diffusion", "tiny_stable_diffusion", 3 + 2 + len(FAMILIES))],
+)
+def test_numbers_of_a_page_are_those_that_were_measured(repository: Path, page: str, results: str, rows: int) -> None:
+    measured = (repository / f"bench/results/{results}.md").read_text().splitlines()
+    parts = (repository / f"docs/{page}.md").read_text().split("<!-- measured -->")[1:]
+    shown = [row for part in parts for row in part.split("<!-- end -->")[0].splitlines() if row]
+    assert len(shown) >= rows
+    assert [row for row in shown if row not in measured] == []

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from cascade_train.commands.parts.command_line import Command, with_defaults
-from cascade_train.config.groups import did_you_mean, option_files, option_targets
+from cascade_train.config.groups import did_you_mean, option_targets
 from cascade_train.config.launch import parser
 from cascade_train.config.overrides import searching
 from cascade_train.config.saved import composed
@@ -146,17 +146,15 @@ def runs_of(rest: list[str], config_dir: Path | None = None) -> list[list[str]]:
     """Return the overrides of the training of each model that is named, or of the one that the arguments are."""
     words = [argument for argument in rest if "=" not in argument and argument not in NETWORKS]
     given = [argument for argument in rest if "=" in argument]
-    places = [None] if config_dir is None else [None, config_dir]
-    known = sorted({option for place in places for option in option_files("model", place)})
-    targets = {option: target for place in places for option, target in option_targets("model", place).items()}
+    targets = option_targets("model") | ({} if config_dir is None else option_targets("model", config_dir))
     if not rest:
         raise ConfigError(
-            f"download needs models: cascade-train download c_3b. Models: {', '.join(known)}. Networks of evaluations: "
-            f"{', '.join(NETWORKS)}."
+            f"download needs models: cascade-train download c_3b. Models: {', '.join(sorted(targets))}. Networks of "
+            f"evaluations: {', '.join(NETWORKS)}."
         )
     for model in words:
-        if model not in known:
-            raise ConfigError(f"model={model}: no such option.{did_you_mean(model, [*known, *NETWORKS])}")
+        if model not in targets:
+            raise ConfigError(f"model={model}: no such option.{did_you_mean(model, [*targets, *NETWORKS])}")
     if not words and not given:
         return []
     if words and (twice := [each for each in given if each.startswith("model=")]):

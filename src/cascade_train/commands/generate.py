@@ -86,9 +86,6 @@ def painted(args: GenerateArgs, out: str | None) -> list[Image]:
     """Return the images, `count` of each prompt after those of the one before it.
 
     In a folder `out` each becomes `<prompt number>_<image number>.png`, and all a labelled `grid.png`; None = no files.
-
-    Raises:
-        ConfigError: no trained stage where one is named, or arguments that it refuses.
     """
     from cascade_train.results import paint  # heavy: torch and everything above it
 

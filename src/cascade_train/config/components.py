@@ -77,13 +77,10 @@ def check_component(
 
 
 def construct(node: Any, path: str = "", *, trial: bool = False) -> Any:
-    """Construct a checked component, nested ones first.
+    """Construct a checked component, nested ones first; what a constructor refuses is a ConfigError.
 
     `node` is plain or OmegaConf's, `path` its key. On `trial` it is constructed for its refusals alone: what may be
     expensive is left out, modules of torch and what a function makes, and `LATER` is returned in their place.
-
-    Raises:
-        ConfigError: a constructor refused its arguments.
     """
     plain = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else node
     return _constructed(plain, path, trial)

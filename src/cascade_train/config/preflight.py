@@ -55,9 +55,6 @@ def preflight(
     imported. Several ranks check them later, together, so that all exit with the same code.
 
     `cfg` is as composed by Hydra, and is not changed. Without `ranks`, the processes are those of torchrun, else 1.
-
-    Raises:
-        ConfigError: naming key, value, rule and remedy.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks is None else ranks
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
@@ -307,11 +304,7 @@ def _check_parallel(root: Root, ranks: int) -> None:
 
 
 def split_batch(global_batch_size: int, micro_batch_size: int | None, ranks: int) -> int:
-    """Return the micro-batch size of a global batch; without one there is no gradient accumulation.
-
-    Raises:
-        ConfigError: it does not divide exactly; names the sizes that do.
-    """
+    """Return the micro-batch size of a global batch; without one there is no gradient accumulation."""
     if global_batch_size % ranks:
         raise ConfigError(
             f"train.global_batch_size={global_batch_size} cannot be split equally over {ranks} ranks. Sizes that fit "
@@ -341,11 +334,7 @@ def divisors(value: int) -> str:
 
 
 def precision(root: Root) -> Precision:
-    """Return the precision of the run; auto follows the argument `model.precision`.
-
-    Raises:
-        ConfigError: the model has none, or another than those there are.
-    """
+    """Return the precision of the run; auto follows the argument `model.precision`."""
     if root.train.precision is not Precision.auto:
         return root.train.precision
     own = root.model.get("precision")

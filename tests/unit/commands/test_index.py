@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -65,23 +64,6 @@ def test_verify_indexes_a_tar_again_whose_content_changed_behind_its_size_and_ti
     assert "1 tars were indexed, 4 are as they were indexed" in capsys.readouterr().out
     assert indexed(folder, "processes=1", "verify=true") == 0
     assert len(tars.webdataset(str(folder / "{0..4}.tar")).open()) == 20
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("task_index=2", "task_count=2"), r"task_index=2 must lie in \[0, task_count=2\)"),
-        (("processes=0",), "processes=0 must be at least 1"),
-        (("data=shapes",), "data: this indexes tars that are neither piped nor compressed"),
-        (("data.urls=pipe:cat a.tar",), "data: this indexes tars that are neither piped nor compressed"),
-    ],
-)
-def test_what_cannot_be_indexed_is_refused(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
-) -> None:
-    data = () if any("data" in argument for argument in arguments) else ("data.urls=a.tar",)
-    assert launch(["index", "model=c_tiny", *data, *arguments]) == 2
-    assert re.search(message, capsys.readouterr().err)
 
 
 def test_verify_removes_a_joined_index_that_lies_beside_a_tar_of_another_folder(

@@ -242,23 +242,6 @@ def test_tokens_are_counted_by_the_model_where_it_is_here(tmp_path: Path) -> Non
         assert counter(["a red star"]) == [5]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message", "code"),
-    [
-        (["read=0"], "read=0 must be 1 or more", 2),
-        (["pictures=0"], "pictures=0 must be 1 or more", 2),
-        (["faults=[ugly]"], "faults=ugly is unknown; choose one of unreadable, duplicates, near", 2),
-        (["data=folder", "data.path=absent"], "data.path=absent is not a folder", 2),
-        (["out=/proc/no/page.html", "data.samples=4"], "out=/proc/no/page.html cannot be written", 1),
-    ],
-)
-def test_what_cannot_be_done_is_refused(
-    arguments: list[str], message: str, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch(["inspect", "model=c_tiny", *arguments]) == code
-    assert message in capsys.readouterr().err
-
-
 def test_defaults_stand_back_for_choices() -> None:
     assert with_defaults(DEFAULTS, ["data.urls=a"]) == ["model=c_3b", "task=finetune", "data.urls=a"]
     assert with_defaults(DEFAULTS, ["model=c_tiny"]) == ["task=finetune", "model=c_tiny"]

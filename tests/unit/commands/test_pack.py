@@ -107,32 +107,6 @@ def test_what_reads_back_differently_never_counts(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "message", "code"),
-    [
-        (["folder=absent", "out=tars"], "folder=absent is not a folder", 2),
-        (["folder=root", "out=tars"], "root: no picture can be read: not a picture of a known format", 2),
-        (["folder=.", "out=tars", "samples_per_shard=0"], "samples_per_shard=0 must be at least 1: it is how many", 2),
-        (["folder=.", "out=tars", "name=a/b"], "name=a/b must be a file name without dots", 2),
-        (["folder=.", "out='a {b,c}'"], "out=a {b,c}: data.urls expands braces in paths; choose a folder", 2),
-        (["folder=.", "out=tars", "caption_from=title"], "caption_from=title is unknown; choose one of", 2),
-        (["folder=.", "out=/proc/tars"], "out=/proc/tars: ", 1),
-        (["folder=."], "out is not set: Folder to write into", 2),
-    ],
-)
-def test_what_cannot_be_done_is_refused(
-    words: list[str], message: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    write(tmp_path / "a.png")
-    write(tmp_path / "root/a.png", b"no picture")
-    monkeypatch.chdir(tmp_path)
-    assert launch(["pack", *words]) == code
-    told = capsys.readouterr().err
-    assert message in told
-    assert "data." not in told.replace("data.urls expands", "")
-
-
 def test_brackets_of_a_folder_are_no_wildcards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "set [1] {a,b}/a.png", tars.picture())
     for code in (0, 2):

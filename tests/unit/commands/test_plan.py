@@ -116,13 +116,6 @@ def test_data_that_is_not_here_is_left_alone_and_what_that_means_is_said(capsys,
     assert f"Data     not opened: data.path={tmp_path / 'nowhere'} is not a folder" in text
 
 
-def test_an_unknown_device_and_what_a_training_refuses_are_refused(capsys):
-    assert launch(["plan", "task=lora", "model=c_tiny", "device=tpu"]) == 2
-    assert "device=tpu is unknown; choose one of h100, h200, a100, rtx4090" in capsys.readouterr().err
-    assert launch(["plan", "task=lora", "model=c_tiny", "ranks=3"]) == 2
-    assert "cannot be split equally over 3 ranks" in capsys.readouterr().err
-
-
 def test_a_sweep_of_plans_prints_each_leaves_nothing_and_ends_with_the_first_that_is_refused(
     capsys, tmp_path: Path, monkeypatch
 ):

@@ -53,22 +53,3 @@ def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]
     assert launch(["shapes", f"out={folder}", "samples=5"]) == 2
     assert "holds shapes-*.tar already" in capsys.readouterr().err
     assert (folder / "shapes-000000.tar").stat() == before
-
-
-@pytest.mark.parametrize(
-    ("words", "message", "code"),
-    [
-        ([], "out is not set: Folder to write into", 2),
-        (["out=x", "samples=0"], "samples=0 must be at least 1", 2),
-        (["out=x", "image_size=4"], "image_size=4 must be at least 16: shapes need as many pixels", 2),
-        (["out=x", "samples_per_shard=0"], "samples_per_shard=0 must be at least 1: a tar holds that many pictures", 2),
-        (["out=/proc/x", "samples=1"], "out=/proc/x cannot be written: [Errno ", 1),
-    ],
-)
-def test_wrong_arguments_and_folders_are_explained(
-    words: list[str], message: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert launch(["shapes", *words]) == code
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []

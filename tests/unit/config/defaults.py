@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import cascade_train
 from cascade_train.config.groups import conf_dir
+from cascade_train.config.recipes.reading import flat
 from cascade_train.config.targets import import_target
 from cascade_train.data.buckets import parse_ratios
 from cascade_train.data.index.row_filter import parse_row_filters
@@ -175,7 +176,7 @@ def own(file: str) -> dict[str, Any]:
     node = yaml.safe_load((conf_dir() / f"{file}.yaml").read_text())
     chosen = [each for each in node.pop("defaults", []) if isinstance(each, dict)]
     ignored = ("hydra", "run") if file.startswith(("experiment/", "debug/")) else ("hydra",)
-    values = dict(leaves({key: value for key, value in node.items() if key not in ignored}))
+    values = dict(flat({key: value for key, value in node.items() if key not in ignored}))
     for key, option in (pair for each in chosen for pair in each.items()):
         if option not in (None, "???") and "hydra" not in key:
             values["defaults." + key.removeprefix("override ").replace("/", "")] = option
@@ -206,15 +207,6 @@ def is_default(key: str, value: Any) -> bool:
     if isinstance(value, str):
         return re.fullmatch(r"[a-z]\w*", value) is not None and not key.endswith("_target_")
     return isinstance(value, bool | int | float)
-
-
-def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield key and value of whatever is no mapping."""
-    if not isinstance(node, Mapping):
-        yield path, node
-        return
-    for name, value in node.items():
-        yield from leaves(value, f"{path}.{name}" if path else str(name))
 
 
 def expected(cfg: DictConfig) -> dict[str, Any]:
@@ -293,7 +285,7 @@ ARGUMENTS = ("Args", "Arguments", "Config")
 def targets() -> set[str]:
     """Return the classes of this library that conf/ names."""
     nodes = [yaml.safe_load((conf_dir() / f"{file}.yaml").read_text()) for file in shipped_files()]
-    found = {str(value) for node in nodes for key, value in leaves(node) if key.endswith("_target_")}
+    found = {str(value) for node in nodes for key, value in flat(node) if key.endswith("_target_")}
     return {target for target in found if target.startswith("cascade_train.")}
 
 

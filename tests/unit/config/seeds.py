@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.commands.recipe import ImportArgs, translate
-from cascade_train.config.recipes.reading import resolved
+from cascade_train.config.recipes.reading import flat, resolved
 from cascade_train.config.recipes.recipe import Recipe
 
 FILE = Path(__file__).resolve().parents[2] / "golden" / "original" / "seeds.json"
@@ -54,12 +54,3 @@ def seed_values(recipe: str) -> dict[str, Any]:
     ours = (*OURS[None], *OURS.get(recipe, ()))
     values = {key: value for key, value in (found.values | chosen).items() if not key.startswith(ours)}
     return dict(flat(values))
-
-
-def flat(values: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return mappings among the values as dotted keys."""
-    pairs: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        inner = flat({f"{key}.{name}": each for name, each in value.items()}) if isinstance(value, dict) else None
-        pairs += [(key, value)] if inner is None else inner
-    return pairs

@@ -9,7 +9,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from cascade_train.config.components import by_path
 from cascade_train.config.error_messages import SECONDS_FOR_RANK_ZERO, exit_code, paragraph_of
-from cascade_train.config.groups import did_you_mean, group_options, groups, option_targets
 from cascade_train.errors import ConfigError, Interrupted, RankLostError, RunError
 
 Start = Callable[..., tuple[int, str]]
@@ -206,20 +205,6 @@ def test_a_rank_that_ended_the_run_gives_its_code_to_the_others(monkeypatch: pyt
     monkeypatch.setenv("RANK", rank)
     assert exit_code(lambda: raise_(RankLostError("Rank 1 on a ended the run: no.", code=2))) == 2
     assert exit_code(lambda: raise_(RankLostError("Ranks are lost: rank 1."))) == 1
-
-
-def test_nearest_name_or_all_names_are_told():
-    assert did_you_mean("max_stepz", ["max_steps", "lr"], "train.") == " Did you mean train.max_steps?"
-    assert did_you_mean("zzz", ["max_steps", "lr"]) == " Known here: max_steps, lr."
-    assert did_you_mean("zzz", []) == ""
-
-
-def test_groups_and_options_are_read_from_the_folder():
-    assert {"model", "task", "optimizer", "experiment"} <= set(groups())
-    assert {"adamw", "torch"} <= set(group_options("optimizer"))
-    assert "_base" not in group_options("data")
-    assert group_options("nothing") == []
-    assert option_targets("lr_scheduler")["cosine"].endswith("CosineDecaySchedule")
 
 
 def test_an_interrupt_that_a_library_made_an_error_of_is_still_one(capsys: pytest.CaptureFixture[str]):

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from cascade_train.config.sweeps import slurm as slurm_jobs
 from cascade_train.config.sweeps.runs import measured, swept_part
 from cascade_train.config.sweeps.slurm import SlurmJob
 from cascade_train.errors import STOPPED, ConfigError
+from tests.unit.config.test_error_messages import raise_
 
 ON_SLURM = ["hydra/launcher=slurm", "--multirun"]
 
@@ -48,6 +50,14 @@ def ended(folder: Path, number: int, code: int = 0, best: str | None = None, **m
 
 def end(results: SweepResults, folder: Path, number: int, code: int = 0, **values: float | str) -> None:
     results.on_job_end(config(folder, number), ended(folder, number, code, **values))
+
+
+def run_as_newer_hydra(results: SweepResults, folder: Path, run: Callable[[], None]) -> None:
+    """Run a sweep, and end it after a failure, too."""
+    try:
+        run()
+    finally:
+        results.on_multirun_end(config(folder))
 
 
 @pytest.fixture
@@ -127,24 +137,15 @@ def test_a_run_that_failed_here_ends_the_sweep(folder: Path, capsys: pytest.Capt
 
 
 def test_a_failure_goes_on_where_hydra_ends_the_sweep_after_it(folder: Path, capsys: pytest.CaptureFixture[str]):
-    def sweep_as_newer_hydra(results: SweepResults, run: Callable[[], None]) -> None:
-        try:
-            run()
-        finally:
-            results.on_multirun_end(config(folder))
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
     first, second = SweepResults(), SweepResults()
     stopped = ended(folder, 0, code=75, loss=0.5)
     with pytest.raises(SystemExit, match="75"):
-        sweep_as_newer_hydra(first, lambda: first.on_job_end(config(folder), stopped))
+        run_as_newer_hydra(first, folder, lambda: first.on_job_end(config(folder), stopped))
     assert [row["exit_code"] for row in read(folder)] == [75]
     assert capsys.readouterr().err.count("Runs by loss") == 1
     end(second, folder, 1, loss=0.5)
     with pytest.raises(KeyboardInterrupt):
-        sweep_as_newer_hydra(second, interrupt)
+        run_as_newer_hydra(second, folder, partial(raise_, KeyboardInterrupt()))
     assert [(row["number"], row["earlier"]) for row in read(folder)] == [(1, False), (0, True)]
 
 
@@ -230,24 +231,14 @@ def test_a_summary_that_cannot_be_written_ends_in_a_failure(
 def test_a_defect_ends_the_sweep_and_does_not_hide_why_it_ends(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def fail(*_: object) -> None:
-        raise IndexError("a defect")
-
-    monkeypatch.setattr(sweep, "table", fail)
+    monkeypatch.setattr(sweep, "table", lambda _: raise_(IndexError("a defect")))
     results, second = SweepResults(), SweepResults()
     end(results, folder, 0, loss=0.5)
     with pytest.raises(SystemExit, match="1"):
         results.on_multirun_end(config(folder))
     end(second, folder, 1, loss=0.5)
-
-    def sweep_as_newer_hydra() -> None:
-        try:
-            raise ValueError("the cause")
-        finally:
-            second.on_multirun_end(config(folder))
-
     with pytest.raises(ValueError, match="the cause"):
-        sweep_as_newer_hydra()
+        run_as_newer_hydra(second, folder, partial(raise_, ValueError("the cause")))
     assert capsys.readouterr().err.count("IndexError: a defect") == 4
 
 
@@ -266,37 +257,21 @@ def test_a_single_run_leaves_nothing(folder: Path):
     assert not (folder / ".results").exists()
 
 
-class Slurm:
-    """Answers like squeue and scontrol, and notes what it was asked."""
-
-    def __init__(self, state: str | None, *, requeues: bool = True) -> None:
-        self.answers = {"squeue": state, "scontrol": "" if requeues else None}
-        self.asked: list[str] = []
-
-    def __call__(self, *command: str) -> str | None:
-        self.asked.append(" ".join(command[:2]))
-        return self.answers[command[0]]
-
-
 @pytest.mark.parametrize(
-    ("slurm", "asked"),
-    [
-        (Slurm("RUNNING"), ["squeue --noheader", "scontrol requeue"]),
-        (Slurm("COMPLETING"), ["squeue --noheader"]),
-        (Slurm(None), ["squeue --noheader"]),
-        (Slurm("RUNNING", requeues=False), ["squeue --noheader", "scontrol requeue"]),
-    ],
+    ("state", "requeued", "calls"),
+    [("RUNNING", "", 2), ("COMPLETING", "", 1), (None, "", 1), ("RUNNING", None, 2)],
     ids=["preempted", "cancelled", "no answer", "not requeued"],
 )
 def test_a_stopped_job_goes_back_to_the_queue(
-    folder: Path, submitted: pytest.MonkeyPatch, slurm: Slurm, asked: list[str]
+    folder: Path, submitted: pytest.MonkeyPatch, state: str | None, requeued: str | None, calls: int
 ):
-    submitted.setattr(slurm_jobs, "ask", slurm)
+    asked, answers = [], {"squeue": state, "scontrol": requeued}
+    submitted.setattr(slurm_jobs, "ask", lambda *command: asked.append(command[:2]) or answers[command[0]])
     submitted.setenv("SLURM_JOB_ID", "17")
-    works = slurm.answers == Slurm("RUNNING").answers
+    works = (state, requeued) == ("RUNNING", "")
     with pytest.raises(SystemExit, match=str(STOPPED)) if works else nullcontext():
         end(SweepResults(), folder, 0, STOPPED)
-    assert slurm.asked == asked
+    assert asked == [("squeue", "--noheader"), ("scontrol", "requeue")][:calls]
     assert (folder / ".results").exists() is not works
 
 

@@ -63,9 +63,9 @@ def test_every_verb_of_the_makefile_is_explained(repository: Path) -> None:
     printed = subprocess.run(
         ["make", "--no-print-directory", "help"], cwd=repository, capture_output=True, text=True, check=True
     ).stdout
-    assert [line.split()[1] for line in printed.splitlines()] == [
-        "help", "setup", "test", "recipes", "gpu", "canary", "soak", "demo", "docs", "lint", "format", "clean",
-    ]  # fmt: skip
+    verbs = re.search(r"^\.PHONY: (.*)", (repository / "Makefile").read_text(), re.MULTILINE)
+    assert verbs is not None
+    assert {line.split()[1] for line in printed.splitlines()} == {*verbs[1].split()}
 
 
 def test_ci_runs_the_test_command_of_the_readme(repository: Path) -> None:

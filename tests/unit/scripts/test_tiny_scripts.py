@@ -116,8 +116,7 @@ def test_a_training_that_fails_stops_the_one_beside_it(
     assert not calls(log)[-1].startswith("bench")
 
 
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("which", "number", "code"), [(0, signal.SIGTERM, 143), (1, signal.SIGINT, 130)])
 def test_a_signal_to_the_script_alone_stops_what_it_started(
     start: Start, names: tuple[str, tuple[str, str, str]], log: Path, which: int, number: signal.Signals, code: int
 ) -> None:

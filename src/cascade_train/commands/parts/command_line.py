@@ -152,9 +152,6 @@ def parse(schema: type[S], argv: Sequence[str]) -> S:
     """Return an instance of a dataclass filled from `key=value` arguments.
 
     A field without a default, or with MISSING, must be given; `from=` fills the field `source`.
-
-    Raises:
-        ConfigError: an unknown key, a wrong value, or a missing one.
     """
     pairs = []
     for argument in argv:

@@ -38,9 +38,14 @@ Part = dict[str, tuple[Any, tuple[str, ...]]]
 
 @dataclass(kw_only=True)
 class Given:
-    """A trainer's configuration."""
+    """A trainer's configuration, its file, and the processes that it will run on."""
 
-    keys: dict[str, Any]  # dotted, with defaults
+    system: str
+    table: dict[str, Any]
+    path: Path
+    ranks: int
+    fills: bool  # with what the trainer takes where the file says nothing
+    keys: dict[str, Any] = field(default_factory=dict)  # dotted, with defaults
     datasets: list[Dataset] = field(default_factory=list)  # empty where the configuration itself describes one
     implied: set[str] = field(default_factory=set)  # keys that the file does not have
     open: set[str] = field(default_factory=set)  # keys whose interpolation leads to no value of the file
@@ -56,12 +61,10 @@ def system_of(source: Any) -> str | None:
     return next((name for name, sets in signs.items() if any(keys >= set(each.split()) for each in sets)), None)
 
 
-def lay_out(system: str, source: Any, path: Path, *, flags: Values, fills: bool) -> Given:
-    """Lay a file out flat, with the files that it names below their places, and what is given behind the script.
-
-    `fills`: also what its trainer takes where the file says nothing.
-    """
-    table, given = load_table(system), Given(keys={})
+def lay_out(system: str, source: Any, path: Path, *, flags: Values, ranks: int, fills: bool) -> Given:
+    """Lay a file out flat, with the files that it names below their places, and what is given behind the script."""
+    table = load_table(system)
+    given = Given(system=system, table=table, path=path, ranks=ranks, fills=fills)
     source = {table["datasets"]["from"]: source} if isinstance(source, list) else source
     if system == "kohya":  # whose sections mean nothing
         sections = {key: value for key, value in source.items() if isinstance(value, dict) and key != "general"}
@@ -72,16 +75,16 @@ def lay_out(system: str, source: Any, path: Path, *, flags: Values, fills: bool)
     typed = str(nested.get(table.get("typed", "")) or "")
     flags = {**(read_flags(typed[typed.index("--") :]) if "--" in typed else {}), **flags}
     nested = {renamed.get(key, key): value for key, value in (nested | flags).items()}
-    _follow(nested, given, table, path)
+    _follow(nested, given)
     paired = {name: pairs(nested.get(name)) or None for name in table.get("pairs", ())}
     nested = {key: value for key, value in (nested | paired).items() if value is not None or key not in paired}
     laid = {renamed.get(key, key): value for key, value in flat(nested)}
     given.keys = {key: _read(table, key, value) for key, value in laid.items()}
     given.open = {key for key, value in laid.items() if value == MISSING}
     if system == "kohya":
-        _kohya(given, path)
+        _kohya(given)
     else:
-        _listed(given, table)
+        _listed(given)
     if fills:
         defaults = table.get("defaults", {})
         known = defaults.keys() & (table["keys"] | table["data"]).keys()
@@ -99,14 +102,14 @@ def _read(table: Values, key: str, value: Any) -> Any:
     return None if value in ("", MISSING) else value if to.startswith(TEXTS) else scalar(value)
 
 
-def _follow(nested: dict[str, Any], given: Given, table: Values, path: Path) -> None:
+def _follow(nested: dict[str, Any], given: Given) -> None:
     """Put the content of the files that a file names at their places."""
-    for key, place in table.get("follows", {}).items():
+    for key, place in given.table.get("follows", {}).items():
         name = nested.get(key)
         if not isinstance(name, str) or not name or (place and nested.get(place)):
             continue
         try:
-            found, content = read_linked(name, path)
+            found, content = read_linked(name, given.path)
         except ValueError as error:
             given.notes[key] = (
                 Kind.YOURS,
@@ -118,9 +121,9 @@ def _follow(nested: dict[str, Any], given: Given, table: Values, path: Path) -> 
             given.notes[key] = (Kind.UNNEEDED, f"its keys are those of {name}")
 
 
-def _listed(given: Given, table: Values) -> None:
+def _listed(given: Given) -> None:
     """Take the datasets of a list by their names, and note which are not trained on."""
-    spec = table.get("datasets")
+    spec = given.table.get("datasets")
     if spec is None:
         return
     datasets = [dict(flat(each)) for each in given.keys.pop(spec["from"], None) or []]
@@ -128,12 +131,12 @@ def _listed(given: Given, table: Values) -> None:
     for title, each in zip(titles, datasets, strict=True):
         skip = next((skip for skip in spec["skip"] if fits(each, skip["when"])), None)
         if skip is None:
-            given.datasets.append((title, {key: _read(table, key, value) for key, value in each.items()}))
+            given.datasets.append((title, {key: _read(given.table, key, value) for key, value in each.items()}))
         else:
             given.notes[title] = (Kind[skip["kind"].upper()], skip["why"])
 
 
-def _kohya(given: Given, path: Path) -> None:
+def _kohya(given: Given) -> None:
     """Take the subsets of all datasets, of which one has the size, or the folders that are named as 10_cats."""
     keys = given.keys
     listed = keys.pop("datasets", None) or []
@@ -157,7 +160,7 @@ def _kohya(given: Given, path: Path) -> None:
     stems = [str(each.get("image_dir", "")) for each in subsets]
     folder = keys.get("train_data_dir")
     if not subsets and folder not in OFF:
-        listed = list_folder(str(folder), path)
+        listed = list_folder(str(folder), given.path)
         if listed is None:
             why = "those named as 10_cats are not listed, as they are not beside the file: data.repeats="
             given.notes["folders of train_data_dir"] = (Kind.YOURS, why)
@@ -184,12 +187,13 @@ def names(texts: Sequence[str]) -> list[str]:
     return found
 
 
-def take_datasets(recipe: Recipe, inherited: Values, datasets: Sequence[Dataset], table: Values, source: Path) -> None:
+def take_datasets(recipe: Recipe, inherited: dict[str, Any], given: Given) -> None:
     """Make the data of a recipe: each dataset with what it inherits where it says nothing else."""
+    datasets = given.datasets or [("pictures", {})]
     several = len(datasets) > 1
     if not several:
         recipe.implied -= datasets[0][1].keys()
-    parts = {name: _part(recipe, name if several else "", inherited, own, table, source) for name, own in datasets}
+    parts = {name: _part(recipe, name if several else "", inherited | own, own, given) for name, own in datasets}
     numbers = {
         key: {name: part[key] for name, part in parts.items() if part.get(key, (1, ""))[0] != 1}
         for key in (REPEATS, WEIGHT)
@@ -212,18 +216,18 @@ def take_datasets(recipe: Recipe, inherited: Values, datasets: Sequence[Dataset]
             recipe.put([told[0] for _, told in numbers[key].values()], {ours: values})
 
 
-def _part(recipe: Recipe, name: str, inherited: Values, own: Values, table: Values, source: Path) -> Part:
+def _part(recipe: Recipe, name: str, values: Values, own: Values, given: Given) -> Part:
     """Translate a dataset into a source; settings that no source has go into the recipe."""
     part: Part = {}
-    given = {**inherited, **own}
-    for key in given:
+    rows = given.table["data"]
+    for key in values:
         told = f"{name}: {key}" if name and key in own else key
-        row = row_of(table["data"], key)
+        row = row_of(rows, key)
         if row is None:
-            recipe.note(told, f"it is not in the table of {table['title']}", Kind.UNKNOWN)
+            recipe.note(told, f"it is not in the table of {given.table['title']}", Kind.UNKNOWN)
             continue
         trial = Recipe(groups={"model": recipe.groups["model"]})
-        apply(trial, key, table["data"][row], given, source, told=told)
+        apply(trial, key, rows[row], values, given.path, told=told)
         assigned = trial.taken().get(told, {})
         shared = {ours: value for ours, value in assigned.items() if not ours.startswith(".")}
         every = recipe.groups | recipe.values

@@ -8,9 +8,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from cascade_train.config.recipes.layouts import Given
 from cascade_train.config.recipes.recipe import Kind, Recipe
 from cascade_train.config.recipes.table import Values, whole
 
@@ -22,8 +22,9 @@ FILTER_FILES = {
 """Files of the original's filters, and the keys that name them here."""
 
 
-def finish_official(recipe: Recipe, given: Values, _: Path, fills: bool) -> None:
-    """Take what ties several keys together, and what the original does by itself where `fills`."""
+def finish_official(recipe: Recipe, laid: Given) -> None:
+    """Take what ties several keys together, and what the original does by itself."""
+    given = laid.keys
     is_stage_b = recipe.groups["model"].startswith("b_")
     if given.get("adaptive_loss_weight") and given.get("edm_objective"):
         recipe.put("edm_objective", {"objective.target._target_": "cascade_train.diffusion.target.VTarget"})
@@ -36,7 +37,7 @@ def finish_official(recipe: Recipe, given: Values, _: Path, fills: bool) -> None
     _urls(recipe, given.get("webdataset_path") or [])
     steps = {"sample.steps": 10, "sample.guidance_scale": 1.5} if is_stage_b else {"sample.guidance_scale": 5.0}
     recipe.values |= steps
-    _behaviour(recipe, given, is_stage_b=is_stage_b, fills=fills)
+    _behaviour(recipe, given, is_stage_b=is_stage_b, fills=laid.fills)
 
 
 def _captions(recipe: Recipe, given: Values) -> None:

@@ -11,7 +11,7 @@ from cascade_train.config.recipes.layouts import Given, lay_out, take_datasets
 from cascade_train.config.recipes.official import finish_official
 from cascade_train.config.recipes.reading import list_folder
 from cascade_train.config.recipes.recipe import Kind, Recipe, own_objective
-from cascade_train.config.recipes.table import OFF, Values, chosen, fits, load_table, take, whole
+from cascade_train.config.recipes.table import OFF, Values, chosen, fits, take, whole
 from cascade_train.config.recipes.text_towers import take_towers
 from cascade_train.config.targets import import_target
 from cascade_train.errors import ConfigError
@@ -30,18 +30,18 @@ def from_source(
     file says nothing. Where the file does not say for certain what trains, the recipe has what is the same for all
     models that may be meant, and asks.
     """
-    table = load_table(system)
-    given = lay_out(system, source, path, flags=flags, fills=fills)
+    given = lay_out(system, source, path, flags=flags, ranks=ranks, fills=fills)
+    table = given.table
     families = chosen(given.keys, table["choices"]["model"])
     certain = families if len(families) == 1 else []
     if "closed" in table and not certain:
         key = table["closed"]
         raise ConfigError(f"{key}={given.keys.get(key)} is no model of {table['title']}. Mend it in the file.")
-    named = _stranger(given.keys, table, certain)
     models = [model] if model else certain or list(table["choices"]["model"])
-    recipe = _common([_translated(system, given, table, each, certain, path, ranks, fills) for each in models])
+    recipe = _common([_translated(given, each, certain) for each in models])
     if len(models) > 1:
         options = ", ".join(f"model={each}" for each in models)
+        named = _stranger(given, certain)
         why = (
             f"{named} is none of the families here"
             if named
@@ -53,9 +53,10 @@ def from_source(
     return recipe
 
 
-def _stranger(given: Values, table: Values, certain: Sequence[str]) -> str:
+def _stranger(given: Given, certain: Sequence[str]) -> str:
     """Return the keys and values by which a file names a model that is not here; an empty text where it names none."""
-    named = [f"{key}={given[key]}" for key in table.get("family", ()) if given.get(key) not in OFF]
+    keys = given.keys
+    named = [f"{key}={keys[key]}" for key in given.table.get("family", ()) if keys.get(key) not in OFF]
     return "" if certain else ", ".join(named)
 
 
@@ -80,10 +81,9 @@ def _common(recipes: Sequence[Recipe]) -> Recipe:
     return first
 
 
-def _translated(
-    system: str, given: Given, table: Values, model: str, certain: list[str], path: Path, ranks: int, fills: bool
-) -> Recipe:
+def _translated(given: Given, model: str, certain: list[str]) -> Recipe:
     """Return the recipe of a file where one model trains."""
+    table = given.table
     tasks = chosen(given.keys, table["choices"]["task"])
     recipe = Recipe(
         groups={"task": tasks[0] if len(tasks) == 1 else "finetune", "model": model} | table.get("groups", {}),
@@ -93,19 +93,18 @@ def _translated(
         recipe.ask("task", table["choices"].get("ask", "the file does not say for certain: task=finetune or task=lora"))
     inherited = {key: value for key, value in given.keys.items() if key in table["data"] and key not in table["keys"]}
     own = {key: value for key, value in given.keys.items() if key not in inherited}
-    take(recipe, own, table, path)
+    take(recipe, own, table, given.path)
     if len(tasks) == 1:
-        _note_choice(recipe, given, table, "task")
+        _note_choice(recipe, given, "task")
     if certain == [model]:
-        _note_choice(recipe, given, table, "model")
-    _weights(recipe, given.keys, table, certain)
-    take_datasets(recipe, inherited, given.datasets or [("pictures", {})], table, path)
-    _batch(recipe, given.keys, table, ranks)
-    _by_ranks(recipe, table, ranks)
-    _adafactor(recipe, given.keys, table)
-    FINISHES.get(system, lambda *_: None)(recipe, given.keys, path, fills)
-    _notes(recipe, given, table)
-    take_towers(recipe, system, given.keys, table, said=given.keys.keys() - given.implied)
+        _note_choice(recipe, given, "model")
+    _weights(recipe, given, certain)
+    take_datasets(recipe, inherited, given)
+    _batch(recipe, given)
+    _adafactor(recipe, given)
+    FINISHES.get(given.system, lambda *_: None)(recipe, given)
+    _notes(recipe, given)
+    take_towers(recipe, given)
     if recipe.groups["model"].startswith("sdxl") and recipe.values.get(LONG):
         recipe.put(recipe.origins[LONG], {LONG: True, LONG.replace("encoder", "encoder_2"): True})  # both towers
     _objective(recipe, given.keys)
@@ -125,22 +124,22 @@ def _translated(
     return recipe
 
 
-def _note_choice(recipe: Recipe, given: Given, table: Values, group: str) -> None:
+def _note_choice(recipe: Recipe, given: Given, group: str) -> None:
     """Note by which keys a file chooses the option of a group."""
-    for condition in table["choices"][group][recipe.groups[group]]:
+    for condition in given.table["choices"][group][recipe.groups[group]]:
         keys = {key for key, want in condition.items() if given.keys.get(key) is not None and want is not False}
         if fits(given.keys, condition) and keys - given.implied:
             recipe.put(sorted(keys - given.implied), {group: recipe.groups[group]})
             return
 
 
-def _weights(recipe: Recipe, given: Values, table: Values, certain: list[str]) -> None:
+def _weights(recipe: Recipe, given: Given, certain: list[str]) -> None:
     """Take the weights of the file's model; another takes none of them."""
-    key = str(table.get("weights"))
-    weights = given.get(key)
+    key = str(given.table.get("weights"))
+    weights = given.keys.get(key)
     if weights in OFF or recipe.fates.get(key, (None,))[0] is Kind.YOURS:
         return
-    others = () if _stranger(given, table, certain) else table["choices"]["model"]
+    others = () if _stranger(given, certain) else given.table["choices"]["model"]
     if recipe.groups["model"] not in (certain or others):
         recipe.note(key, "its weights are those of another model", Kind.MISSING)
     elif str(weights).endswith("_ms.ckpt"):
@@ -151,16 +150,17 @@ def _weights(recipe: Recipe, given: Values, table: Values, certain: list[str]) -
         recipe.put(key, {"model.weights": weights})
 
 
-def _batch(recipe: Recipe, given: Values, table: Values, ranks: int) -> None:
+def _batch(recipe: Recipe, given: Given) -> None:
     """Set the batches of a rank and of a step from that of a pass, or the former from that of a step."""
-    batch = table["batch"]
-    passes, keys = whole(given, batch["passes"]), [key for key in (batch["passes"],) if given.get(key) is not None]
+    batch, ranks = given.table["batch"], given.ranks
+    passes = whole(given.keys, batch["passes"])
+    keys = [key for key in (batch["passes"],) if given.keys.get(key) is not None]
     if "whole" not in batch:
-        micro = whole(given, batch["micro"])
+        micro = whole(given.keys, batch["micro"])
         sizes = {"train.micro_batch_size": micro, "train.global_batch_size": micro * passes * ranks}
         recipe.put([*keys, batch["micro"]], sizes)
     elif passes > 1:
-        size = whole(given, batch["whole"])
+        size = whole(given.keys, batch["whole"])
         if size % (passes * ranks):
             raise ConfigError(
                 f"{batch['whole']}={size} does not divide into {batch['passes']}={passes} passes of {ranks} ranks. "
@@ -171,28 +171,21 @@ def _batch(recipe: Recipe, given: Values, table: Values, ranks: int) -> None:
         recipe.note(keys[0], "1 is what happens here", Kind.SAME)
 
 
-def _by_ranks(recipe: Recipe, table: Values, ranks: int) -> None:
-    """Divide the steps that a trainer's schedule counts once for each rank."""
-    for ours in table.get("by_ranks", ()):
-        if ours in recipe.values:
-            recipe.values[ours] = max(1, recipe.values[ours] // ranks)
-
-
-def _notes(recipe: Recipe, given: Given, table: Values) -> None:
+def _notes(recipe: Recipe, given: Given) -> None:
     """Note what several keys of the configuration, or of one of its datasets, mean together."""
     laid = [{**given.keys, **own} for _, own in given.datasets] or [given.keys]
-    for name, row in table.get("notes", {}).items():
+    for name, row in given.table.get("notes", {}).items():
         if any(fits(each, row["when"]) for each in laid):
             recipe.note(name, row["yours"])
 
 
-def _adafactor(recipe: Recipe, given: Values, table: Values) -> None:
+def _adafactor(recipe: Recipe, given: Given) -> None:
     """Leave an Adafactor to the user that does what torch's does not."""
-    if "adafactor" not in table or recipe.groups.get("optimizer") != "adafactor":
+    if recipe.groups.get("optimizer") != "adafactor" or "adafactor" not in given.table:
         return
-    scale, relative = table["adafactor"]["scale"], table["adafactor"]["relative"]
+    scale, relative = (given.table["adafactor"][each] for each in ("scale", "relative"))
     said = [key for key in (scale, relative) if key not in recipe.implied]
-    is_torchs = given.get(scale) not in OFF and given.get(relative) in OFF
+    is_torchs = given.keys.get(scale) not in OFF and given.keys.get(relative) in OFF
     if EPS in recipe.values:
         other = "torch's Adafactor adds it elsewhere" if is_torchs else "it is Adafactor's, and optimizer=adamw trains"
         recipe.drop(EPS, f"{other}: {EPS} stays the default", Kind.MISSING)
@@ -230,22 +223,24 @@ def _objective(recipe: Recipe, given: Values) -> None:
         recipe.put(said or recipe.origins["objective"], {**target, "objective.loss_weight.target": "v"})
 
 
-def _finish_kohya(recipe: Recipe, given: Values, *_: object) -> None:
-    """Take an alpha of 0 as sd-scripts does: networks/lora.py:71."""
-    if given.get("network_alpha") == 0:
-        rank = given.get("network_dim")
+def _finish_kohya(recipe: Recipe, given: Given) -> None:
+    """Take an alpha of 0 as sd-scripts does, networks/lora.py:71, and schedules that step once for each rank."""
+    if given.keys.get("network_alpha") == 0:
+        rank = given.keys.get("network_dim")
         recipe.put("network_alpha", {"task.alpha": RANK if rank is None else rank})
+    for ours in {WARMUP, "lr_scheduler.decay_steps"} & recipe.values.keys():
+        recipe.values[ours] = max(1, recipe.values[ours] // given.ranks)
 
 
-def _finish_everydream(recipe: Recipe, given: Values, _: Path, fills: bool) -> None:
+def _finish_everydream(recipe: Recipe, given: Given) -> None:
     """Say what EveryDream 2 does with warmup and decay: optimizer/optimizers.py:219."""
     if recipe.groups.get("lr_scheduler", "constant") == "constant":
         if WARMUP in recipe.values:
             recipe.drop(WARMUP, "its constant schedule has no warmup", Kind.UNNEEDED)
         return
-    if fills and WARMUP not in recipe.values:
+    if given.fills and WARMUP not in recipe.values:
         recipe.note("lr_warmup_steps", f"2 % of the decay there: {WARMUP}=")
-    if fills and all(given.get(key) in OFF for key in DECAYS):
+    if given.fills and all(given.keys.get(key) in OFF for key in DECAYS):
         recipe.note(DECAYS[0], "the decay is 1.5 times as long as the run there: lr_scheduler.min_factor=0.25")
 
 
@@ -254,8 +249,9 @@ RANK = 4
 """Of sd-scripts' adapters where the file says none: networks/lora.py:430."""
 
 
-def _finish_open_diffusion(recipe: Recipe, given: Values, *_: object) -> None:
+def _finish_open_diffusion(recipe: Recipe, laid: Given) -> None:
     """Take the network and its frozen parts, the files of the data, and the length in steps."""
+    given = laid.keys
     if given.get(WIDTH) is not None and given[WIDTH] == WIDTHS.get(recipe.groups["model"]):
         _network(recipe, given)
     kind, place = recipe.groups["data"], "dataset.params.path"
@@ -307,7 +303,8 @@ FROZEN: dict[str, tuple[str, dict[str, str]]] = {
 FILTERS = "dataset.params.filters."
 
 
-def _finish_mindone(recipe: Recipe, given: Values, path: Path, _: bool) -> None:
+def _finish_mindone(recipe: Recipe, laid: Given) -> None:
+    given = laid.keys
     if recipe.groups["model"] == "sdxl":
         _conditioner(recipe, given)
     kind = str(given.get("data.dataset_config.target", "")).rpartition(".")[2]
@@ -318,7 +315,7 @@ def _finish_mindone(recipe: Recipe, given: Values, path: Path, _: bool) -> None:
         recipe.put("data_path", {"data.urls": given["data_path"]})
     elif given.get("data_path"):  # all tables of a folder are read
         folder = str(given["data_path"]).rstrip("/")
-        listed = list_folder(folder, path)
+        listed = list_folder(folder, laid.path)
         if listed is None:
             recipe.note("tables of data_path", "they are not listed, as they are not beside the file: data.path=[...]")
         paths = [str(each) for each in listed or () if each.suffix == ".csv"] or [f"{folder}/img_txt.csv"]
@@ -363,7 +360,7 @@ VELOCITY = {
     "model.noise_scheduler_training.params.prediction_type": "v_prediction",
 }
 """Keys by which a network predicts the velocity, whatever its weights."""
-FINISHES: dict[str, Callable[[Recipe, Values, Path, bool], None]] = {
+FINISHES: dict[str, Callable[[Recipe, Given], None]] = {
     "official": finish_official,
     "kohya": _finish_kohya,
     "everydream": _finish_everydream,

@@ -21,7 +21,6 @@ A key of ours that begins with a dot belongs to the source that a dataset become
 chooses a model and a task, `defaults` what its trainer takes where a file says nothing, by its keys or by ours.
 `family`: the keys that name a model, which may be none here. `typed`: the key of flags as they are typed.
 `notes`: by a name, `when` keys mean together what no row says, and what is left to the user then.
-`by_ranks`: keys of ours whose steps the trainer counts once for each rank.
 `towers`: the keys by which text towers train (`frozen`: do not train), those of their rates, and of the default rate
 (`own`), and the layers that get adapters.
 """
@@ -33,6 +32,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,8 @@ def meant(key: str, row: Values, given: Values, source: Path) -> dict[str, Any] 
     """
     value = given[key]
     try:
-        value = CONVERSIONS[row["as"]](value, source) if "as" in row else value
+        if "as" in row:
+            value = (CONVERSIONS | {"prompts": partial(_prompts, source=source)})[row["as"]](value)
         value = max(1, int(value / whole(given, row["per"]))) if "per" in row and value is not None else value
         value = float(value) / float(given[row["over"]]) if "over" in row else value
     except (TypeError, ValueError, AttributeError, KeyError) as error:
@@ -191,7 +192,7 @@ def side(value: Any) -> int:
     return int(sides[0]) if sides[0] == sides[-1] else 32 * max(1, round(math.sqrt(sides[0] * sides[1]) / 32))
 
 
-def _one_side(value: Any, _: Path) -> int:
+def _one_side(value: Any) -> int:
     """Return the side of a square as large as the one size of a list, such as "768" or "512x768"."""
     sizes = {part.strip() for part in str(value).split(",")}
     if len(sizes) > 1:
@@ -199,7 +200,7 @@ def _one_side(value: Any, _: Path) -> int:
     return side(sizes.pop())
 
 
-def _shapes(value: Any, _: Path) -> Any:
+def _shapes(value: Any) -> Any:
     """Return sizes [height, width] as width over height; true as all shapes that have a name, false as none."""
     if isinstance(value, list):
         return [f"{int(width)}/{int(height)}" for height, width in value]
@@ -226,7 +227,7 @@ def _prompts(value: Any, source: Path) -> list[str]:
         raise LeftError(f"sample.prompts=[...] takes the prompts themselves: {error}") from error
 
 
-def _warmup(value: Any, _: Path) -> float:
+def _warmup(value: Any) -> float:
     """Return the steps of the warmup; 1 = none."""
     value = value[0] if isinstance(value, list) and value else value
     if not isinstance(value, int | float | None):
@@ -236,7 +237,7 @@ def _warmup(value: Any, _: Path) -> float:
     return value or 1
 
 
-def _crop(transforms: Any, _: Path) -> str:
+def _crop(transforms: Any) -> str:
     """Return which part of a picture the last of MindONE's transforms that crops takes."""
     names = " ".join(str(each.get("target")) for each in transforms)
     if "Crop" not in names:
@@ -248,49 +249,48 @@ def _numbers(value: Any) -> list[Any]:
     return [scalar(each) for each in str(value).strip("()[] ").split(",")]
 
 
-def _at_least(value: Any, _: Path) -> dict[str, str]:
+def _at_least(value: Any) -> dict[str, str]:
     if not float(value).is_integer():
         raise LeftError("an area in millions of pixels: data.size_filters={short_side: '>= <pixels>'}")
     return {"short_side": f">= {int(value)}"}
 
 
-def _count(value: Any, _: Path) -> int:
+def _count(value: Any) -> int:
     if float(value) < 1 or int(value) != float(value):
         raise LeftError("parts of an epoch are no cadence: validate.every_steps=")
     return int(value)
 
 
-def _prompt(samples: Any, _: Path) -> list[str]:
+def _prompt(samples: Any) -> list[str]:
     found = [each["prompt"] for each in samples if each.get("enabled", True) and each.get("prompt")]
     if not found:
         raise LeftError("none is enabled: sample.prompts=[...]")
     return found
 
 
-CONVERSIONS: dict[str, Callable[[Any, Path], Any]] = {
-    "side": lambda value, _: side(value),
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "side": side,
     "one_side": _one_side,
     "shapes": _shapes,
-    "thousandth": lambda value, _: float(value) / 1000,
-    "one_more": lambda value, _: value + 1,
-    "prompts": _prompts,
+    "thousandth": lambda value: float(value) / 1000,
+    "one_more": lambda value: value + 1,
     "samples": _prompt,
     "crop": _crop,
     "count": _count,
     "warmup": _warmup,
-    "number": lambda value, _: float(value),
-    "numbers": lambda value, _: _numbers(value),
-    "whole": lambda value, _: round(value),
-    "last": lambda value, _: str(value).rpartition(".")[2],
-    "list": lambda value, _: [str(value)],
-    "parts": lambda value, _: [part.strip() for part in str(value).split(",") if part.strip()] or None,
-    "template": lambda value, _: str(value).replace("{", "{{").replace("}", "}}"),
-    "or_off": lambda value, _: value or None,
-    "one_or_more": lambda value, _: _numbers(value) if "," in str(value) else value,
+    "number": float,
+    "numbers": _numbers,
+    "whole": round,
+    "last": lambda value: str(value).rpartition(".")[2],
+    "list": lambda value: [str(value)],
+    "parts": lambda value: [part.strip() for part in str(value).split(",") if part.strip()] or None,
+    "template": lambda value: str(value).replace("{", "{{").replace("}", "}}"),
+    "or_off": lambda value: value or None,
+    "one_or_more": lambda value: _numbers(value) if "," in str(value) else value,
     "at_least": _at_least,
-    "at_least_0": lambda value, _: max(0.0, value),
+    "at_least_0": lambda value: max(0.0, value),
 }
-"""Conversions by their names in tables; the second argument is the file that is read."""
+"""Conversions by their names in tables, beside `prompts`, which a file beside the one that is read may hold."""
 
 
 def pairs(value: Any) -> dict[str, Any]:

@@ -5,9 +5,9 @@ By `towers` of a table. Of the cascade they are left to the user.
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import Any
 
+from cascade_train.config.recipes.layouts import Given
 from cascade_train.config.recipes.recipe import Kind, Recipe
 from cascade_train.config.recipes.table import OFF, Values
 from cascade_train.errors import ConfigError
@@ -27,13 +27,14 @@ CLIP_EMBEDDERS = ("FrozenCLIPEmbedder", "FrozenOpenCLIPEmbedder2")
 """MindONE's classes of SDXL's two text towers."""
 
 
-def take_towers(recipe: Recipe, system: str, given: Values, table: Values, *, said: Set[str]) -> None:
-    """Train the text towers that a trainer's file trains, at its rates; `said`: the keys that the file has itself."""
-    if not recipe.timesteps or "towers" not in table:
+def take_towers(recipe: Recipe, laid: Given) -> None:
+    """Train the text towers that a trainer's file trains, at its rates."""
+    if not recipe.timesteps or "towers" not in laid.table:
         return
-    spec, is_lora = table["towers"], recipe.groups["task"] == "lora"
+    system, given, said = laid.system, laid.keys, laid.keys.keys() - laid.implied
+    spec, is_lora = laid.table["towers"], recipe.groups["task"] == "lora"
     towers = [FIRST, SECOND] if recipe.groups["model"].startswith("sdxl") else [FIRST]
-    _take_layers(recipe, given, table, towers)
+    _take_layers(recipe, laid, towers)
     if is_lora and system == "kohya":
         recipe.put("network_module", {"task.module_filters": [".attentions."]})
     names = {*spec["keys"], *spec.get("rates", ())} & said
@@ -64,13 +65,13 @@ def take_towers(recipe: Recipe, system: str, given: Values, table: Values, *, sa
         recipe.note(name, "nothing is set" if unset else "no text tower trains by it", Kind.SAME)
 
 
-def _take_layers(recipe: Recipe, given: Values, table: Values, towers: list[str]) -> None:
+def _take_layers(recipe: Recipe, given: Given, towers: list[str]) -> None:
     """Take the layer whose output is the text, counted from the end."""
     found = {"clip_skip": (FIRST, 0)} if len(towers) == 1 else {}  # of SDXL, sd-scripts passes over it
     found |= {f"{tower.removeprefix('model.')}_layer_skip": (tower, len(towers)) for tower in towers}
     for key, (tower, more) in found.items():
-        if key in table["keys"] and given.get(key) is not None:
-            recipe.put(key, {f"{tower}.hidden_layer": -max(1, more + int(given[key]))})
+        if key in given.table["keys"] and given.keys.get(key) is not None:
+            recipe.put(key, {f"{tower}.hidden_layer": -max(1, more + int(given.keys[key]))})
 
 
 def _rate(value: Any, default: float | None = None) -> float | None:

@@ -103,26 +103,6 @@ def test_a_file_named_like_a_number_is_no_path(tmp_path: Path, monkeypatch: pyte
     assert parse(Draw, ["from=a", "steps=5"]).steps == 5
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["exprot", "from=x"], "'exprot' is not a command. Did you mean export? Commands: cache, checkpoints,"),
-        (["trian", "task=lora"], "'trian' is not a command. Did you mean train?"),
-        (["foo"], "'foo' is not a command. Commands: cache, checkpoints, compare, download, evaluate, export,"),
-        (["checkpoints", "lss"], "checkpoints lss is unknown. Did you mean ls?"),
-        (["generate", "prompts"], "'prompts' is not an argument. Write key=value"),
-        (["-m", "train"], "'train' is a command and comes first: cascade-train train …"),
-        (["--cfg", "job", "train"], "'train' is a command and comes first: cascade-train train …"),
-        (["task=lora", "generate"], "'generate' is a command and comes first: cascade-train generate …"),
-    ],
-)
-def test_what_is_no_command_is_refused_with_what_there_is(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-):
-    assert launch(argv) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_every_command_is_listed_and_declared(capsys: pytest.CaptureFixture[str]):
     assert len(commands()) >= 14
     assert launch(["--help"]) == 0

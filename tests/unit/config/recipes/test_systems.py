@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from cascade_train.__main__ import launch
 from cascade_train.config.recipes.reading import read_flags
 from cascade_train.config.recipes.table import SYSTEMS, load_table, side, without_switches
 from tests.unit.config.composing import checked
+
+pytestmark = pytest.mark.usefixtures("every_extra_installed")
 
 KOHYA = """
 [model_arguments]
@@ -171,12 +172,6 @@ BACKENDS = [
      "caption_shuffle": {"enable": True, "split_on": "comma", "position_start": 1, "count": 3}},
     {"id": "text", "type": "aws", "dataset_type": "text_embeds", "aws_secret_access_key": "aws-secret"},
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _every_extra_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == "tensorboard" else find_spec(name))
 
 
 def imported(

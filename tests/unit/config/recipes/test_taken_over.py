@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from cascade_train.__main__ import launch
 from cascade_train.commands.recipe import ImportArgs, translate
-from cascade_train.config.recipes.reading import resolved
 from cascade_train.config.recipes.recipe import Kind, Recipe, is_group
 from cascade_train.config.recipes.table import SYSTEMS, load_table
-from tests.unit.commands.test_recipe import official
 from tests.unit.config.composing import composed
-from tests.unit.config.recipes.test_systems import BACKENDS, EVERYDREAM, MINDONE, ONETRAINER, SIMPLETUNER
+from tests.unit.config.recipes.test_systems import EVERYDREAM, ONETRAINER, SIMPLETUNER
 from tests.unit.config.seeds import SEEDS
 
 GUI: dict[str, Any] = {
@@ -111,41 +108,10 @@ def test_presets_of_the_kohya_gui_import_and_all_that_is_taken_over_is_true(
     assert ("scale_parameter" in said) == (name == "adafactor")
 
 
-def variants(given: dict[str, Any], *changes: dict[str, Any]) -> list[dict[str, Any]]:
-    return [given, *({**given, **each} for each in changes)]
-
-
 OWN = {"pretrained_model_name_or_path": "sd_v1-5.ckpt", "train_data_dir": "cats", "resolution": 512}
 ED = EVERYDREAM | {"enable_zero_terminal_snr": None}
 OT = ONETRAINER | {"model_type": "STABLE_DIFFUSION_15", "layer_filter_preset": "attn-mlp"}
 ST = {key.removeprefix("--"): value for key, value in SIMPLETUNER.items()} | {"data_backend_config": None}
-FILES: dict[str, list[Any]] = {
-    "kohya": variants(OWN, {"network_module": "networks.lora", "network_dim": 8}, {"learning_rate_te": 1e-6},
-                      {"prior_loss_weight": 0.3, "sample_every_n_steps": 0, "seed": "", "vae": "v.safetensors"}),
-    "everydream": variants(ED, {"lr": 3.3e-6, "seed": 5}, {"wandb": True, "grad_accum": 4}, {"attn_type": "xformers"}),
-    "everydream1": [SEEDS["everydream/standard"]["file"], *variants(SEEDS["everydream/first"]["file"], {"seed": 9},
-                                                                    {"name": "a"})],
-    "mindone": [SEEDS["mindone/guide"]["file"], SEEDS["mindone/lora"]["file"], SEEDS["mindone/edm"]["file"],
-                yaml.safe_load(MINDONE)],
-    "onetrainer": variants(ONETRAINER, {"ema": "OFF"}) + variants(OT, {"optimizer": {"eps": 1e-6}}),
-    "simpletuner": [*variants(ST, {"use_ema": False}, {"seed": -1}), BACKENDS],
-    "open_diffusion": [resolved(each["file"]) for name, each in SEEDS.items() if name.startswith("open_")
-                       and "model" in each["file"]] + [resolved(SEEDS["open_diffusion/template"]["file"])],
-    "official": [official(name) for name in ("controlnet_c_3b_inpainting", "finetune_b_3b", "finetune_c_3b_lora",
-                                             "finetune_c_3b_v")],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_all_that_is_taken_over_of_four_files_of_each_trainer_is_true(system: str, folder: Path) -> None:
-    assert len(FILES[system]) == 4
-    for given in FILES[system]:
-        recipe, _ = told(given, folder, "model=sd15", "task=finetune", system=system)
-        if not recipe.asked:
-            told(given, folder, system=system)
-        told(given, folder, "task=lora", system=system, model="c_1b", behaviour="ours")
-
-
 SAMPLES = {"side": 512, "list": "a cat", "prompts": "a cat on a mat", "last": "x.SGD", "betas": 0.8, "number": 3.0,
            "numbers": "0.5,0.9", "parts": "a, b", "crop": [{"target": "a.CenterCrop"}], "shapes": [[64, 128]],
            "samples": [{"prompt": "a cat"}], "or_off": 2, "whole": 64, "warmup": 9}  # fmt: skip
@@ -192,8 +158,9 @@ def test_every_row_of_every_table_that_is_taken_over_is_in_the_composed_recipe(
     given |= {key: 1 for key in given if "layer_skip" in key}
     given |= {"experiment.num_examples_to_see": 64, "stop_text_encoder_training": 0}
     given = {key: value for key, value in given.items() if not key.endswith("emb_models")}
-    model = {"official": "c_1b"}.get(system, "sdxl")
-    recipe, cfg = told(given, folder, "task=lora", system=system, model=model)
+    model = "c_1b" if system == "official" or variant == 2 else "sdxl"
+    behaviour = "ours" if variant == 2 else None
+    recipe, cfg = told(given, folder, "task=lora", system=system, model=model, behaviour=behaviour)
     assert len(recipe.taken()) > 10
     for key, row in table["keys"].items():
         kind = recipe.fates.get(key, (None,))[0]
