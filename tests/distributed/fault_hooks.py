@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stopping_hooks import in_step
+from stopping_hooks import in_step, run_of
 
 from cascade_train.data.tar import storage
 from cascade_train.engine.checkpoint import folder as checkpoint_folder
@@ -24,11 +24,6 @@ from cascade_train.engine.checkpoint.writing import Snapshot
 
 CAPABILITY_VERSION_3 = 0x20080522
 DAC_OVERRIDE_AND_READ_SEARCH = 0b110
-
-
-def run_of(out: Path) -> Path:
-    """Return the run directory of what is noted in `<run>_notes` or `<start>@<run>_notes`."""
-    return out.with_name(out.name.removesuffix("_notes").rpartition("@")[2])
 
 
 def die() -> None:

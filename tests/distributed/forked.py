@@ -4,8 +4,8 @@ usage: forked.py FILE, a JSON list of runs [{"ranks": 2, "argv": [...], "hook": 
 
 Every rank writes what it said to `<out>/said_<rank>`; a hook, of this file or `<file beside it>.<name>`, changes what a
 rank does, or notes what it sees; where argv is null it is all that the rank does. Several have a space between them.
-Split weights are gathered unit by unit, as those of large networks are, unless `gather_at_once` is a hook. Prints the
-exit codes, per run and rank, as JSON.
+Split weights are gathered unit by unit, as those of large networks are, unless `gather_at_once` is a hook; runs leave
+no page and no model card. Prints the exit codes, per run and rank, as JSON.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from torch import nn
 from cascade_train.__main__ import launch
 from cascade_train.assembly import model
 from cascade_train.assembly import run as build
+from cascade_train.config.launch import compose_root, with_implied_choices
+from cascade_train.config.overrides import with_paths_quoted
 from cascade_train.distributed import sharded
 from cascade_train.distributed.parallelize import local
 from cascade_train.distributed.sharded import Gather, Scatter
@@ -236,6 +238,7 @@ def be_rank(rank: int, port: int, run: dict[str, Any]) -> int:
         os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
     try:
         sharded.GATHERED_AT_ONCE_BYTES = 0
+        build.write_report = build.write_card = lambda *_, **__: None  # they are for people
         for hook in (run["hook"] or "").split():
             find_hook(hook)(out)
         return 0 if run["argv"] is None else launch(run["argv"])
@@ -255,6 +258,12 @@ def import_what_ranks_imported(file: Path) -> None:
                 importlib.import_module(name)
 
 
+def compose_first(argv: list[str]) -> None:
+    """Compose here what a training will, so that its ranks find the files merged (tests/warm/quick.py)."""
+    with contextlib.suppress(Exception):  # which is the ranks' to report
+        compose_root(with_implied_choices(with_paths_quoted(argv)))
+
+
 def main() -> None:
     """Fork the ranks of each run, one run after the other."""
     sys.path.insert(0, str(Path(__file__).parents[2]))  # hooks name other tests by their full path
@@ -264,6 +273,7 @@ def main() -> None:
     for run in json.loads(Path(sys.argv[1]).read_text()):
         port, children = free_port(), []
         Path(run["out"]).mkdir(parents=True, exist_ok=True)
+        compose_first(run["argv"] or [])
         gc.freeze()  # what is here now is not looked at in ranks, so that they share its memory
         for rank in range(run["ranks"]):
             child = os.fork()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.engine.loop import Trainer
+from cascade_train.engine.run.lock import LOCK_NAME
 
 
 def in_step(number: int, act: Callable[[], Any], *, rank: int) -> Callable[[Path], None]:
@@ -35,7 +36,21 @@ def interrupt_both(out: Path) -> None:
         in_step(7, lambda: signal.raise_signal(signal.SIGINT), rank=rank)(out)
 
 
+def run_of(out: Path) -> Path:
+    """Return the run directory of what is noted in `<run>_notes` or `<start>@<run>_notes`."""
+    return out.with_name(out.name.removesuffix("_notes").rpartition("@")[2])
+
+
+def hold_rank_one(out: Path) -> None:
+    """Let rank 1 hang in the fifth step until rank 0, which holds the run's lock, has ended."""
+
+    def hang() -> None:
+        while (run_of(out) / LOCK_NAME).exists():
+            time.sleep(0.1)
+
+    in_step(5, hang, rank=1)(out)
+
+
 terminate_rank_one = in_step(1, lambda: signal.raise_signal(signal.SIGTERM), rank=1)
 warn_rank_zero = in_step(4, lambda: signal.raise_signal(signal.SIGUSR1), rank=0)
 kill_rank_one = in_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL), rank=1)
-hold_rank_one = in_step(5, lambda: time.sleep(20), rank=1)

@@ -98,9 +98,3 @@ def test_a_run_directory_is_claimed_once_and_known_to_all(seen):
     assert run["created"] == [True, False]
     assert run["resume_from"] == "step_2"
     assert "model.width: 4 -> 8" in run["other"]
-
-
-def test_only_rank_zero_has_a_tracker(directory):
-    found = [json.loads((directory / f"rank_{r}.json").read_text())["run"]["is_null"] for r in (0, 1)]
-    assert found == [False, True]
-    assert len(list((directory / "run" / "tensorboard").iterdir())) == 1

@@ -216,9 +216,12 @@ class OptimizerSpec:
         return alone and not getattr(self.made, "is_schedule_free", False)
 
     def _by_element(self, name: str, parameter: nn.Parameter) -> bool:
-        """Return whether the algorithm updates each number of a parameter by itself, so that a shard suffices."""
-        judge = getattr(self.made, "by_element", None)
-        return self.made in ELEMENTWISE if judge is None else judge(name, parameter)
+        """Return whether the algorithm updates each number of a parameter by itself, so that a shard suffices.
+
+        Its own `by_element` says so, of all or as a function of name and parameter.
+        """
+        own = getattr(self.made, "by_element", self.made in ELEMENTWISE)
+        return own(name, parameter) if callable(own) else own
 
     def _list(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
         return list(parameters.items() if getattr(self.made, "takes_names", False) else parameters.values())

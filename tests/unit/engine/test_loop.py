@@ -164,19 +164,6 @@ def test_a_continued_run_takes_the_settings_of_its_own_configuration(world, tmp_
     assert [float(state["step"]) for state in moments.values()] == [2.0] * 4
 
 
-@pytest.mark.parametrize(
-    "algorithm", [torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad, torch.optim.NAdam]
-)
-def test_other_algorithms_continue_bit_for_bit(world, tmp_path, algorithm):
-    whole = build_trainer(world, tmp_path / "whole", algorithm=algorithm)
-    whole.run()
-    build_trainer(world, tmp_path / "parts", max_steps=3, checkpoint=3, algorithm=algorithm).run()
-    parts = build_trainer(world, tmp_path / "parts", algorithm=algorithm)
-    parts.restore(parts.store.newest())
-    parts.run()
-    assert torch.equal(weights(parts), weights(whole))
-
-
 def test_a_feed_that_ends_early_is_an_error(world, tmp_path):
     trainer = build_trainer(world, tmp_path)
     trainer.feed = EndingFeed(global_batch_size=4, micro_batch_size=4)

@@ -21,6 +21,7 @@ from tests.unit.engine.test_loop import build_trainer, weights
 from tests.unit.engine.toy import ToyTask
 
 LENGTHS = (0.05, 0.1)
+OTHERS = (0.03, 0.07, 0.12, 0.2)
 
 
 def build(world, directory, lengths=LENGTHS, device=None, **options):
@@ -76,30 +77,36 @@ def directory(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def direct(tmp_path_factory):
+    """Averages of other lengths, as the same training keeps them."""
+    with process_group() as world:
+        trainer = build(world, tmp_path_factory.mktemp("direct"), lengths=OTHERS, max_steps=400, log=100)
+        trainer.run()
+        return {length: average(trainer, length) for length in OTHERS}
+
+
 @pytest.fixture
 def trained(world, directory):
     """A toy that is not trained, with those checkpoints."""
     return build(world, directory)
 
 
-@pytest.mark.parametrize("length", [0.03, 0.07, 0.12, 0.2])
-def test_an_average_that_was_not_kept_is_near_to_the_one_that_would_have_been(world, trained, tmp_path, length):
+@pytest.mark.parametrize("length", OTHERS)
+def test_an_average_that_was_not_kept_is_near_to_the_one_that_would_have_been(direct, trained, length):
     """By a thousandth of the weights, and a small part of how far the nearest of those kept lies from it."""
-    direct = build(world, tmp_path, lengths=(length,), max_steps=400, log=100)
-    direct.run()
-    expected = average(direct, length)
+    expected = direct[length]
     error = (restore(trained, 400, length) - expected).norm()
     apart = min((average(trained, each) - expected).norm() for each in LENGTHS)
     assert error < 1e-3 * expected.norm()
     assert error < 0.05 * apart
 
 
-@pytest.mark.parametrize("step", [400, 225])
-def test_an_average_that_was_kept_is_restored_bit_for_bit(world, trained, tmp_path, step):
-    ended = build(world, tmp_path, max_steps=step, log=100)
+def test_an_average_that_was_kept_is_restored_bit_for_bit(world, trained, tmp_path):
+    ended = build(world, tmp_path, max_steps=225, log=100)
     ended.run()
     for length in LENGTHS:
-        restored = restore(trained, step, length)
+        restored = restore(trained, 225, length)
         assert torch.equal(restored, average(ended, length))
     with averaged(trained.phases):
         assert torch.equal(weights(trained), restored), "what is exported is this one"

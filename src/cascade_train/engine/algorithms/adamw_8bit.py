@@ -59,6 +59,8 @@ class AdamW8bit(Optimizer):
         block_size: numbers of a row that share a scale.
     """
 
+    by_element = True  # a rank can update its rows alone
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -75,11 +77,6 @@ class AdamW8bit(Optimizer):
             raise ValueError(f"betas={[*betas]} must be two numbers in [0, 1).")
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
         self.block_size = block_size
-
-    @staticmethod
-    def by_element(name: str, parameter: nn.Parameter) -> bool:
-        """Return that a rank can update its rows alone."""
-        return True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -18,15 +18,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 
-class _ByElement:
-    """Each number is updated by itself, so that a rank can update its shard alone."""
-
-    @staticmethod
-    def by_element(name: str, parameter: nn.Parameter) -> bool:
-        return True
-
-
-class Lion(_ByElement, pytorch_optimizer.Lion):
+class Lion(pytorch_optimizer.Lion):
     """The sign of a momentum, with one moment (Chen et al. 2023).
 
     Args:
@@ -35,6 +27,8 @@ class Lion(_ByElement, pytorch_optimizer.Lion):
         betas: of the update and of the momentum, in [0, 1).
         foreach: all tensors at once: fewer launches, more temporary memory.
     """
+
+    by_element = True
 
     def __init__(
         self, params: Iterable[Any], *, lr: float, weight_decay: float = 0.0, betas: tuple[float, float], foreach: bool
@@ -120,7 +114,7 @@ class Prodigy(pytorch_optimizer.Prodigy):
         return float(self.param_groups[0]["d"])
 
 
-class ScheduleFreeAdamW(_ByElement, pytorch_optimizer.ScheduleFreeAdamW):
+class ScheduleFreeAdamW(pytorch_optimizer.ScheduleFreeAdamW):
     """AdamW that averages its weights and needs no schedule (Defazio et al. 2024).
 
     It trains interpolations between the weights that it steps and their average; the result is the average.
@@ -135,6 +129,7 @@ class ScheduleFreeAdamW(_ByElement, pytorch_optimizer.ScheduleFreeAdamW):
         foreach: all tensors at once: fewer launches, more temporary memory.
     """
 
+    by_element = True
     is_schedule_free: ClassVar[bool] = True
 
     def __init__(

@@ -64,7 +64,6 @@ class CheckpointStore:
         self._metrics = metrics
         self._memory = HostMemory()
         self._layout: Layout | None = None
-        self._is_prepared = False
         self._prepared: Future[None] | None = None
         self._group = own_group(_SLOWEST_WRITE) if asynchronous else None
         self._background = Background(name="checkpoints")
@@ -75,8 +74,7 @@ class CheckpointStore:
 
     def prepare(self, state: Callable[[], dict[str, Any]]) -> None:
         """Let the thread plan saves of such a state and allocate memory for copies, once. Not collective."""
-        if self._group is not None and not self._is_prepared:
-            self._is_prepared = True
+        if self._group is not None and self._prepared is None and self._layout is None:
             tensors = state()
             self._prepared = self._background.begin(lambda: self._plan(tensors))
 
