@@ -61,24 +61,6 @@ def predict(network: torch.nn.Module, batch: int = 2, dtype: torch.dtype = torch
     return network(**inputs | cast, return_dict=False)[0]
 
 
-def original_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a diffusers state dict under the original's names (fused q, k, v; Stage B's `clip_mapper`)."""
-    renamed: dict[str, Tensor] = {}
-    is_stage_b = "clip_txt_mapper.weight" not in state
-    for name, value in state.items():
-        if ".attention.to_q." in name:
-            stem, leaf = name.split("to_q.")
-            fused = [state[f"{stem}to_{p}.{leaf}"] for p in "qkv"]
-            renamed[f"{stem}attn.in_proj_{leaf}"] = torch.cat(fused)
-        elif ".attention.to_k." in name or ".attention.to_v." in name:
-            continue
-        elif is_stage_b and name.startswith("clip_txt_pooled_mapper"):
-            renamed[name.replace("clip_txt_pooled_mapper", "clip_mapper")] = value
-        else:
-            renamed[name.replace("to_out.0", "attn.out_proj")] = value
-    return renamed
-
-
 def adapted(network: CascadeUNet | None = None, **changes: Any) -> CascadeUNet:
     """Return a network whose adapters are not zero, of rank 2 and alpha 3 on its attention unless changed."""
     network = small_network() if network is None else network

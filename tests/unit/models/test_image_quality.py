@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch_fidelity.metric_fid import KEY_METRIC_FID, fid_features_to_statistics, fid_statistics_to_metric
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.image_quality import (
     ClipScore,
+    FeatureDistance,
     ReconstructionQuality,
     frechet_distance,
     image_quality,
@@ -53,18 +54,38 @@ def test_means_of_squares_brought_back_are_what_is_to_be_beaten() -> None:
     assert 20 < found["psnr_bilinear"][2] < 60, "a ramp comes back but for its ends"
 
 
-def test_lpips_is_that_of_torchmetrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchmetrics.functional.image import lpips
+@pytest.fixture(scope="module")
+def vgg(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, str]:
+    """The features of a VGG-16 that nobody trained, and their file."""
     from torchvision.models.vgg import cfgs, make_layers
 
     torch.manual_seed(0)
-    features = make_layers(cfgs["D"])
-    save_file(
-        {f"features.{name}": value for name, value in features.state_dict().items()}, tmp_path / "vgg.safetensors"
-    )
+    features, file = make_layers(cfgs["D"]), tmp_path_factory.mktemp("vgg") / "vgg.safetensors"
+    save_file({f"features.{name}": value for name, value in features.state_dict().items()}, file)
+    return features, str(file)
+
+
+def test_the_distance_of_features_is_zero_at_the_original_and_has_a_gradient(vgg: tuple[nn.Module, str]) -> None:
+    distance = FeatureDistance(vgg[1], device=CPU)
+    images = torch.rand(2, 3, 16, 24)
+    assert distance(images, images).tolist() == [0.0, 0.0]
+    other = torch.rand(2, 3, 16, 24, requires_grad=True)
+    found = distance(other, images)
+    assert found.shape == (2,)
+    assert (found > 0).all()
+    found.sum().backward()
+    assert other.grad.abs().sum() > 0
+
+
+def test_lpips_is_that_of_torchmetrics(
+    vgg: tuple[nn.Module, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchmetrics.functional.image import lpips
+
+    features, file = vgg
     monkeypatch.setattr(lpips, "_get_tv_model_features", lambda net, pretrained: features)
     theirs = lpips._LPIPS(pretrained=True, net="vgg", pnet_rand=True)
-    ours = load_lpips(str(tmp_path / "vgg.safetensors"), device=CPU, key="validate.lpips")
+    ours = load_lpips(file, device=CPU, key="validate.lpips")
     image, original = torch.rand(2, 2, 3, 32, 48)
     with torch.no_grad():
         wanted = theirs(image, original, normalize=True).flatten()

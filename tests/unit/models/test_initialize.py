@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cascade_train.models import initialize
+from cascade_train.models.cascade.formats.names import original_state
 from cascade_train.models.formats.lora_files import fill_adapters
 from cascade_train.models.formats.weights import StoredValues
 from cascade_train.models.initialize import (
@@ -23,7 +24,7 @@ from cascade_train.models.initialize import (
 )
 from cascade_train.models.lora import MAGNITUDE, begin_magnitudes, inject_lora
 from cascade_train.models.stage import Stage
-from tests.unit.models.small_networks import empty_network, original_state, small_network
+from tests.unit.models.small_networks import empty_network, small_network
 from tests.unit.models.stages import build_stage, tiny_network
 
 CPU = torch.device("cpu")

@@ -66,11 +66,6 @@ def test_our_two_formats_keep_trained_tokens(trained: CascadeUNet, tmp_path: Pat
         assert found.by_root()["text_encoder"].keys() == TEXT.keys()
 
 
-def test_a_trained_token_becomes_an_embedding_file(trained: CascadeUNet, tmp_path: Path) -> None:
-    write_token_files(tmp_path / "embeddings", stored(trained, tokens=TOKENS))
-    assert torch.equal(load_file(tmp_path / "embeddings" / "fernando.safetensors")["clip_g"], FERNANDO.rows)
-
-
 def test_tokens_get_files_of_their_own() -> None:
     assert token_files(["dog", "dog</w>", "[s*]", "[s+]", "***"]) == {
         "dog</w>": "dog.safetensors",

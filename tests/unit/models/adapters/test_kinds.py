@@ -105,7 +105,7 @@ def test_a_convolution_of_three_pixels_is_changed_at_each_of_them() -> None:
         torch.testing.assert_close(network(x), with_it, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [*LORAS, *OTHERS])
+@pytest.mark.parametrize("changes", [*LORAS, pytest.param({"init": "original"}, id="lora as the original's"), *OTHERS])
 def test_new_adapters_leave_the_prediction_and_train_in_fp32_on_a_bf16_base(changes: dict[str, Any]) -> None:
     network = small_network().bfloat16()
     before, state = predict(network, dtype=torch.bfloat16), torch.get_rng_state()
