@@ -24,20 +24,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("c_tiny", {"image_size": 0}, r"model\.image_size=0: must be a multiple of 32 pixels"),
     ("c_tiny", {"network": {"in_channels": 4}}, r"network\.in_channels=4: must equal model\.semantic_compressor"),
     ("c_tiny", {"network": {"clip_text_in_channels": None}}, r"Stage C needs both"),
-    (
-        "c_tiny",
-        {"text_encoder": {"hidden_size": 64}},
-        r"clip_text_in_channels=128: must equal model\.text_enc",
-    ),
+    ("c_tiny", {"text_encoder": {"hidden_size": 64}}, r"clip_text_in_channels=128: must equal model\.text_enc"),
     ("c_tiny", {"text_encoder": {"projection_dim": 64}}, r"clip_text_pooled_in_channels=128: must equal"),
     ("c_tiny", {"text_encoder": {"max_tokens": 2}}, r"text_encoder\.max_tokens=2 must be at least 3"),
     ("c_tiny", {"text_encoder": {"num_attention_heads": 3}}, r"text_encoder\.num_attention_heads=3: must divide"),
     ("c_tiny", {"image_encoder": TINY_VISION | {"projection_dim": 64}}, r"clip_image_in_channels=128: must equal"),
-    (
-        "c_tiny",
-        {"image_encoder": TINY_VISION | {"num_attention_heads": 3}},
-        r"num_attention_heads=3: must div",
-    ),
+    ("c_tiny", {"image_encoder": TINY_VISION | {"num_attention_heads": 3}}, r"num_attention_heads=3: must div"),
     ("c_tiny", {"image_encoder": TINY_VISION | {"patch_size_px": 15}}, r"patch_size_px=15: must divide .*size_px=28"),
     ("sd15", {"weights": None}, r"model\.text_encoder\.weights=null: it follows model\.weights unless it is set"),
     ("sd_tiny", {"image_size": 30}, r"must be a multiple of 4 pixels, the stride of model\.vae"),
@@ -52,11 +44,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("sd_tiny", {"text_encoder": {"hidden_layer": -3}}, "hidden_layer=-3: is counted from the end, give -1"),
     ("sd_tiny", {"text_encoder": {"hidden_layer": 0}}, "hidden_layer=0: is counted from the end, give -1"),
     ("sdxl_tiny", {"network": {"cross_attention_dim": 32}}, "must equal 80, the hidden sizes of both text towers"),
-    (
-        "sdxl_tiny",
-        {"text_encoder": {"long_captions": True}},
-        r"_2\.long_captions=False: must be that of .*, True",
-    ),
+    ("sdxl_tiny", {"text_encoder": {"long_captions": True}}, r"_2\.long_captions=False: must be that of .*, True"),
     ("sdxl_tiny", {"text_encoder_2": {"projection_dim": None}}, "=None and six times model.network.addition_time"),
 ]
 BLOCKS = [

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.cascade.latent_codec import VQGAN
 from cascade_train.models.initialize import Fill, fill_
 from cascade_train.models.networks.discriminator import build_discriminator
 from cascade_train.tasks.vqgan import count_codes, revive, unused_since
@@ -119,7 +120,9 @@ def test_units_are_the_residual_blocks(stage: Any) -> None:
     stage.set_attention("math")
 
 
-def test_the_originals_file_and_a_run_load(stage: Any, images: torch.Tensor, tmp_path: Path) -> None:
+def test_the_originals_file_and_a_run_load_as_a_stage_and_frozen(
+    stage: Any, images: torch.Tensor, tmp_path: Path
+) -> None:
     state = stage.network.state_dict()
     renamed = {name.replace("vquantizer.embedding.", "vquantizer.codebook."): value for name, value in state.items()}
     save_file(renamed, tmp_path / "stage_a.safetensors")
@@ -128,8 +131,20 @@ def test_the_originals_file_and_a_run_load(stage: Any, images: torch.Tensor, tmp
     for source in (tmp_path / "stage_a.safetensors", tmp_path):
         loaded = build_stage("a_tiny", {"weights": str(source)})
         assert torch.equal(loaded.encode(images), stage.encode(images))
+        frozen = VQGAN(weights=str(source), **stage.arguments)
+        frozen.build(device=CPU)
+        assert not frozen.module.training
+        latent = frozen.encode(images)
+        torch.testing.assert_close(latent, stage.encode(images))
+        torch.testing.assert_close(frozen.decode(latent).clamp(0, 1), stage.decode(latent))
+        assert not latent.requires_grad
+        assert not frozen.decode(latent).requires_grad
     with pytest.raises(ConfigError, match=r"model.weights=.*not the weights of this model|this model needs"):
         build_stage("a_tiny", {"weights": str(tmp_path), "embed_dim": 32})
+    with pytest.raises(ConfigError, match="model.stage_a.weights=.*this model needs"):
+        VQGAN(weights=str(tmp_path), **stage.arguments | {"embed_dim": 32}).build(device=CPU)
+    with pytest.raises(ValueError, match="stage_a.scale_factor=0.0 must be greater than 0"):
+        VQGAN(weights=None, **stage.arguments | {"scale_factor": 0.0})
 
 
 def test_codes_are_counted_and_dead_ones_revived_in_order() -> None:
