@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,7 +121,7 @@ class KLAutoencoder(KLOptions, LatentCodec):
                 )
 
     def _make(self) -> tuple[nn.Module, float]:
-        return build_vae(self.arguments), 1.0
+        return plain_vae(self.arguments, None), 1.0
 
     @torch.no_grad()
     def posterior(self, image_BCHW: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,14 +197,17 @@ class VAEStage(KLOptions, AutoencoderStage):
 
     def exports(self) -> Mapping[str, Save]:
         """Return `vae`, a folder that diffusers loads."""
-        return {self.part: partial(save_vae, self.arguments)}
+        return {self.part: self._save}
+
+    def _save(self, state: Mapping[str, Tensor], directory: Path) -> float:
+        return save_model(plain_vae(self.arguments, state), directory, reconstruction)
 
 
-def build_vae(config: Mapping[str, Any]) -> Any:
-    """Return diffusers' `AutoencoderKL` of these arguments, on torch's current device."""
+def plain_vae(arguments: Mapping[str, Any], state: Mapping[str, Tensor] | None) -> Any:
+    """Return diffusers' `AutoencoderKL` around `state`, sharing its memory; None = on the meta device."""
     from diffusers import AutoencoderKL  # heavy
 
-    return AutoencoderKL(**config)
+    return module_around(lambda: AutoencoderKL(**arguments), state)
 
 
 def converter(name: str) -> Callable[..., dict[str, Any]]:
@@ -229,12 +231,3 @@ def read_vae(source: str, config: Mapping[str, Any], *, key: str) -> dict[str, T
     if not any("encoder.down." in name for name in stored):
         return {replace_parts(name, _RENAMED): tensor for name, tensor in stored.items()}
     return converter("convert_ldm_vae_checkpoint")(stored, config)
-
-
-def save_vae(config: Mapping[str, Any], state: Mapping[str, Tensor], directory: Path) -> float:
-    """Write a folder that `AutoencoderKL.from_pretrained` loads, of these arguments, replacing `directory` at once.
-
-    `state` is the whole state dict on the host, in the dtype to be written. Returns the relative difference of a fixed
-    reconstruction after reading it back; a RunError leaves `directory` as it was.
-    """
-    return save_model(module_around(lambda: build_vae(config), state), directory, reconstruction)

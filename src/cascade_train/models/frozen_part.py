@@ -6,9 +6,7 @@ Shape legend: B batch, C channels, H W image or latent size.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -40,13 +38,11 @@ class FrozenPart(abc.ABC):
     Attributes:
         key: name below `model.`.
         folder: the part's folder in runs, exports and pipelines.
-        renamed: prefixes of stored names -> the module's.
         module: exists after `build`, in eval mode and without gradients.
     """
 
     key: ClassVar[str]
     folder: ClassVar[str]
-    renamed: ClassVar[Mapping[str, str]] = MappingProxyType({})
     module: Any
 
     def __init__(self, *, weights: File[str | None]) -> None:
@@ -76,7 +72,7 @@ class FrozenPart(abc.ABC):
         self.module = module.eval().requires_grad_(False)
 
     def _load(self, module: nn.Module, weights: str, **where: Any) -> None:
-        load_module(module, weights, part=self.folder, renamed=self.renamed, **where)
+        load_module(module, weights, part=self.folder, **where)
 
     @abc.abstractmethod
     def _make(self) -> tuple[nn.Module, float]:

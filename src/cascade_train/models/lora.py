@@ -58,28 +58,27 @@ class StoredLora:
     """Adapters with their values on the host, as files have them.
 
     Attributes:
-        state: by plain names, see `adapter_state`.
-        text_encoder: the same of the text encoder, see `tower_name`; empty = none.
-        tokens: trained rows of its vocabulary; None = none.
-        text_encoder_2: of the second text encoder, where there are two.
-        tokens_2: of the second text encoder.
+        state: by plain names, see `adapter_state`; those of a text encoder by its `full_name`.
+        tokens: trained rows of the vocabulary of each text encoder that has any, by its name.
     """
 
     spec: LoraSpec
     state: Mapping[str, Tensor]
-    text_encoder: Mapping[str, Tensor] = field(default_factory=dict)
-    tokens: TrainedTokens | None = None
-    text_encoder_2: Mapping[str, Tensor] = field(default_factory=dict)
-    tokens_2: TrainedTokens | None = None
+    tokens: Mapping[str, TrainedTokens] = field(default_factory=dict)
 
-    def states(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return the states by what is put before their names: nothing, `text_encoder.`, `text_encoder_2.`."""
-        return {"": self.state, "text_encoder.": self.text_encoder, "text_encoder_2.": self.text_encoder_2}
+    def by_root(self) -> dict[str, dict[str, Tensor]]:
+        """Return the state of the network, by "", and of each text encoder that has adapters, by its name."""
+        found: dict[str, dict[str, Tensor]] = {"": {}}
+        for name, value in self.state.items():
+            tower, inner = split_tower(name)
+            found.setdefault(tower, {})[inner] = value
+        return found
 
-    def towers(self) -> dict[str, tuple[Mapping[str, Tensor], TrainedTokens | None]]:
-        """Return adapters and tokens of each text encoder that has any, by its name."""
-        pairs = (self.text_encoder, self.tokens), (self.text_encoder_2, self.tokens_2)
-        return {name: pair for name, pair in zip(TEXT_ENCODERS, pairs, strict=True) if pair[0] or pair[1] is not None}
+
+def split_tower(name: str) -> tuple[str, str]:
+    """Return the text encoder that a name in files begins with, "" = none, and the rest of the name."""
+    tower, _, inner = name.partition(".")
+    return (tower, inner) if tower in TEXT_ENCODERS else ("", name)
 
 
 def inject_lora(

@@ -18,6 +18,7 @@ from cascade_train.models.formats.export_lora import save_lora
 from cascade_train.models.formats.lora_files import fill_adapters, refill_lora
 from cascade_train.models.lora import (
     ADAPTER,
+    TEXT_ENCODERS,
     LoraSpec,
     StoredLora,
     TrainedTokens,
@@ -241,12 +242,14 @@ class LoRA(TextToImage):
         lora = refill_lora(
             self.stage.network, source, key=key, module_filters=self.module_filters, encoders=self._adapted()
         )
-        if self.joint_qkv and not all(map(halves_are_shared, lora.states().values())):
+        if self.joint_qkv and not halves_are_shared(lora.state):
             raise ConfigError(
                 f"{key}={source}: its q, k and v begin with halves of their own; set task.joint_qkv=false"
             )
-        for tower, (adapters, tokens) in lora.towers().items():
-            self._load_tower(tower, adapters, tokens, f"{key}={source}")
+        of_towers = lora.by_root()
+        for tower in TEXT_ENCODERS:
+            if tower in of_towers or tower in lora.tokens:
+                self._load_tower(tower, of_towers.get(tower, {}), lora.tokens.get(tower), f"{key}={source}")
 
     def _load_tower(self, name: str, state: Mapping[str, Tensor], tokens: TrainedTokens | None, origin: str) -> None:
         if name not in self.stage.text_encoders():
@@ -269,12 +272,12 @@ class LoRA(TextToImage):
             put_tokens(self._encoders[name], tokens, origin=origin)
 
     def _write_lora(self, state: Mapping[str, Tensor], directory: Path) -> float:
-        found: dict[str, Any] = {}
+        adapters, tokens = adapter_state(below("network", state)), {}
         for name, encoder in self._encoders.items():
-            text, table, ending = below(name, state), trained_tokens(encoder), name.removeprefix("text_encoder")
-            found[name] = {tower_name(key): value for key, value in adapter_state(text).items()}
+            text, table = below(name, state), trained_tokens(encoder)
+            adapters |= {full_name(name, key): value for key, value in adapter_state(text).items()}
             if table is not None:
                 place = next(path for path, module in encoder.module.named_modules() if module is table)
-                found[f"tokens{ending}"] = table.stored(below(place, text))
-        lora = StoredLora(spec=self._spec, state=adapter_state(below("network", state)), **found)
+                tokens[name] = table.stored(below(place, text))
+        lora = StoredLora(spec=self._spec, state=adapters, tokens=tokens)
         return save_lora(lora, self.stage.family, self.stage.network.config, directory, {})

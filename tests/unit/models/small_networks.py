@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,16 @@ from torch import Tensor
 from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.lora_files import fill_adapters, module_shapes, read_lora
-from cascade_train.models.lora import LoraSpec, attach_adapters
+from cascade_train.models.lora import (
+    LoraSpec,
+    StoredLora,
+    adapted_layers,
+    adapter_state,
+    attach_adapters,
+    inject_lora,
+    layer_parts,
+    lora_spec,
+)
 from tests.unit.models.stages import network_inputs, tiny_network
 
 SMALL: dict[str, Any] = tiny_network().arguments
@@ -51,27 +61,27 @@ def predict(network: torch.nn.Module, batch: int = 2, dtype: torch.dtype = torch
     return network(**inputs | cast, return_dict=False)[0]
 
 
-def original_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a diffusers state dict under the original's names (fused q, k, v; Stage B's `clip_mapper`)."""
-    renamed: dict[str, Tensor] = {}
-    is_stage_b = "clip_txt_mapper.weight" not in state
-    for name, value in state.items():
-        if ".attention.to_q." in name:
-            stem, leaf = name.split("to_q.")
-            fused = [state[f"{stem}to_{p}.{leaf}"] for p in "qkv"]
-            renamed[f"{stem}attn.in_proj_{leaf}"] = torch.cat(fused)
-        elif ".attention.to_k." in name or ".attention.to_v." in name:
-            continue
-        elif is_stage_b and name.startswith("clip_txt_pooled_mapper"):
-            renamed[name.replace("clip_txt_pooled_mapper", "clip_mapper")] = value
-        else:
-            renamed[name.replace("to_out.0", "attn.out_proj")] = value
-    return renamed
+def adapted(network: CascadeUNet | None = None, **changes: Any) -> CascadeUNet:
+    """Return a network whose adapters are not zero, of rank 2 and alpha 3 on its attention unless changed."""
+    network = small_network() if network is None else network
+    options: dict[str, Any] = {"rank": 2, "alpha": 3.0, "dropout": 0.0, "module_filters": [".attn"], "seed": 0}
+    inject_lora(network, **options | changes)
+    generator = torch.Generator().manual_seed(0)
+    for _, layer in adapted_layers(network):
+        for parameter in layer_parts(layer).values():
+            parameter.data.normal_(0.0, 0.3, generator=generator)
+    return network.eval()
+
+
+def stored(network: CascadeUNet, text: Mapping[str, Tensor] | None = None, **more: Any) -> StoredLora:
+    """Return its adapters as files have them, and those of a text encoder."""
+    of_text = {f"text_encoder.{name}": value for name, value in (text or {}).items()}
+    return StoredLora(spec=lora_spec(network), state=adapter_state(network.state_dict()) | of_text, **more)
 
 
 def load_lora(network: CascadeUNet, source: str) -> LoraSpec:
     """Put stored adapters onto a network that has none, and return what they are."""
     lora = read_lora(source, key="from", family=CASCADE, modules=module_shapes(network))
     attach_adapters(network, lora.spec)
-    fill_adapters(network, lora.state, f"from={source}")
+    fill_adapters(network, lora.by_root()[""], f"from={source}")
     return lora.spec

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch_fidelity.metric_fid import KEY_METRIC_FID, fid_features_to_statistics, fid_statistics_to_metric
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.image_quality import (
     ClipScore,
+    FeatureDistance,
     ReconstructionQuality,
     frechet_distance,
     image_quality,
@@ -53,18 +54,38 @@ def test_means_of_squares_brought_back_are_what_is_to_be_beaten() -> None:
     assert 20 < found["psnr_bilinear"][2] < 60, "a ramp comes back but for its ends"
 
 
-def test_lpips_is_that_of_torchmetrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchmetrics.functional.image import lpips
+@pytest.fixture(scope="module")
+def vgg(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, str]:
+    """The features of a VGG-16 that nobody trained, and their file."""
     from torchvision.models.vgg import cfgs, make_layers
 
     torch.manual_seed(0)
-    features = make_layers(cfgs["D"])
-    save_file(
-        {f"features.{name}": value for name, value in features.state_dict().items()}, tmp_path / "vgg.safetensors"
-    )
+    features, file = make_layers(cfgs["D"]), tmp_path_factory.mktemp("vgg") / "vgg.safetensors"
+    save_file({f"features.{name}": value for name, value in features.state_dict().items()}, file)
+    return features, str(file)
+
+
+def test_the_distance_of_features_is_zero_at_the_original_and_has_a_gradient(vgg: tuple[nn.Module, str]) -> None:
+    distance = FeatureDistance(vgg[1], device=CPU)
+    images = torch.rand(2, 3, 16, 24)
+    assert distance(images, images).tolist() == [0.0, 0.0]
+    other = torch.rand(2, 3, 16, 24, requires_grad=True)
+    found = distance(other, images)
+    assert found.shape == (2,)
+    assert (found > 0).all()
+    found.sum().backward()
+    assert other.grad.abs().sum() > 0
+
+
+def test_lpips_is_that_of_torchmetrics(
+    vgg: tuple[nn.Module, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchmetrics.functional.image import lpips
+
+    features, file = vgg
     monkeypatch.setattr(lpips, "_get_tv_model_features", lambda net, pretrained: features)
     theirs = lpips._LPIPS(pretrained=True, net="vgg", pnet_rand=True)
-    ours = load_lpips(str(tmp_path / "vgg.safetensors"), device=CPU, key="validate.lpips")
+    ours = load_lpips(file, device=CPU, key="validate.lpips")
     image, original = torch.rand(2, 2, 3, 32, 48)
     with torch.no_grad():
         wanted = theirs(image, original, normalize=True).flatten()
@@ -78,11 +99,10 @@ def test_lpips_is_that_of_torchmetrics(tmp_path: Path, monkeypatch: pytest.Monke
         load_lpips(str(tmp_path / "other.safetensors"), device=CPU, key="validate.lpips")
 
 
-@pytest.mark.parametrize("ending", ["pth", "safetensors"])
-def test_features_are_those_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
-    theirs, file = untrained_inception(monkeypatch), tmp_path / f"inception.{ending}"
-    (torch.save if ending == "pth" else save_file)(theirs.state_dict(), file)
-    features = load_inception(str(file), device=CPU, key="validate.rfid")
+def test_features_are_those_of_the_library(tmp_path: Path) -> None:
+    theirs = untrained_inception()
+    torch.save(theirs.state_dict(), tmp_path / "inception.pth")
+    features = load_inception(str(tmp_path / "inception.pth"), device=CPU, key="validate.rfid")
     image = torch.rand(2, 3, 40, 48, generator=torch.Generator().manual_seed(0))
     found = features(image * 1.5 - 0.25)
     assert found.shape == (2, 2048)
@@ -91,7 +111,7 @@ def test_features_are_those_of_the_library(tmp_path: Path, monkeypatch: pytest.M
     assert torch.equal(found, theirs(pixels)[0])
 
 
-def test_a_picture_is_resized_antialiased_as_clean_fid_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_is_resized_antialiased_as_clean_fid_does(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (3, 64, 48), generator=generator).byte()
     for side in (20, 99):
@@ -104,7 +124,7 @@ def test_a_picture_is_resized_antialiased_as_clean_fid_does(tmp_path: Path, monk
         torch.testing.assert_close(small.double(), wanted, atol=1e-3, rtol=0)
     whole = torch.randint(256, (1, 3, 299, 299), generator=generator)
     assert torch.equal(resize_clean(whole[0].byte()), whole[0].float())
-    theirs = untrained_inception(monkeypatch)
+    theirs = untrained_inception()
     save_file(theirs.state_dict(), tmp_path / "inception.safetensors")
     features = load_inception(str(tmp_path / "inception.safetensors"), device=CPU, key="features", antialias=True)
     torch.testing.assert_close(features(whole / 255), theirs(whole.byte())[0])

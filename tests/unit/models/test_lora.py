@@ -72,7 +72,7 @@ def test_filters_select_by_diffusers_and_original_names(
         ([".attn", ".atention"], "'.atention' selects no linear or ungrouped convolution layer; near: attention"),
         ([".depthwise"], "'.depthwise' selects no linear or ungrouped convolution"),
         (["(unclosed"], "unclosed' selects no"),
-        pytest.param([r"^(.|..)+[^\w.]"], r"selects no", marks=pytest.mark.timeout(20), id="takes for ever"),
+        pytest.param([r"^(.|.|.|.)+[^\w.]"], r"selects no", marks=pytest.mark.timeout(20), id="takes for ever"),
         (["zzzz"], "modules are named like"),
         ([], r"module_filters=\[\]: selects no module"),
     ],
@@ -80,44 +80,6 @@ def test_filters_select_by_diffusers_and_original_names(
 def test_a_filter_that_selects_nothing_is_refused_with_near_names(module_filters: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         select_modules(empty_network(), module_filters)
-
-
-def test_a_new_adapter_leaves_the_prediction_bit_for_bit(network: CascadeUNet) -> None:
-    before = predict(network)
-    inject(network, [".attn", ".channelwise", "embedding", "clf"])
-    assert torch.equal(predict(network), before)
-
-
-@pytest.mark.parametrize("module_filters", [[".attn"], ["embedding", "clf", "mapper", "channelwise"]])
-def test_gradients_reach_fp32_adapters_through_a_bf16_base(network: CascadeUNet, module_filters: list[str]) -> None:
-    targets = inject(network.bfloat16(), module_filters)
-    trainable = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
-    assert trainable == {f"{name}.lora_{half}.{ADAPTER}.weight" for name in targets for half in "AB"}
-    pred = predict(network, dtype=torch.bfloat16)
-    assert pred.dtype == torch.bfloat16
-    pred.float().square().mean().backward()
-    for name, parameter in network.named_parameters():
-        assert parameter.dtype == (torch.float32 if name in trainable else torch.bfloat16)
-        assert (parameter.grad is not None) == (name in trainable)
-        if ".lora_B" in name:
-            assert parameter.grad.dtype == torch.float32
-            assert parameter.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize("module_filters", [[".attn"], ["embedding", "clf", "channelwise"]])
-def test_the_originals_first_values_are_a_of_zeros_and_a_normal_b(
-    network: CascadeUNet, module_filters: list[str]
-) -> None:
-    before = predict(network)
-    inject(network, module_filters, init="original", rank=8)
-    state = adapter_state(network.state_dict())
-    downs, ups = ([v.flatten() for name, v in state.items() if f"lora_{half}" in name] for half in "AB")
-    assert len(downs) == len(ups) > 0
-    assert torch.cat(downs).eq(0).all()
-    up = torch.cat(ups)
-    assert abs(float(up.mean())) < 5 / len(up) ** 0.5
-    assert float(up.std()) == pytest.approx(1.0, abs=5 / (2 * len(up)) ** 0.5)
-    assert torch.equal(predict(network), before)
 
 
 def test_the_originals_first_values_learn_faster_by_the_root_of_thrice_the_width() -> None:
@@ -150,23 +112,6 @@ def test_first_values_depend_on_seed_and_name_alone(network: CascadeUNet) -> Non
     spread = torch.cat([ours[name].flatten() for name in downs])
     assert spread.abs().max() <= 32**-0.5
     assert spread.std() == pytest.approx(32**-0.5 / 3**0.5, rel=0.1)
-
-
-def test_injection_draws_no_global_random_number(network: CascadeUNet) -> None:
-    state = torch.get_rng_state()
-    inject(network)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_the_scale_is_alpha_over_rank(network: CascadeUNet) -> None:
-    inject(network, ["clip_txt_mapper"], rank=2, alpha=6.0)
-    layer = network.clip_txt_mapper
-    x, up = torch.randn(3, 24), torch.randn(32, 2)
-    layer.lora_B[ADAPTER].weight.data.copy_(up)
-    expected = layer.base_layer(x) + 3.0 * (x @ layer.lora_A[ADAPTER].weight.T) @ up.T
-    torch.testing.assert_close(layer(x), expected)
-    spec = lora_spec(network)
-    assert (spec.rank, spec.alpha, spec.targets, spec.base_size) == (2, 6.0, ("clip_txt_mapper",), None)
 
 
 def test_adapter_dropout_acts_in_train_mode_alone(network: CascadeUNet) -> None:

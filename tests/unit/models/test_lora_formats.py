@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,18 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.adapters.kinds import by_module
 from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.formats.lora_file_original import original_places, write_original
 from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.export import build_plain_network, fixed_prediction
-from cascade_train.models.formats.export_lora import export_lora, lora_error, merge_lora_into
+from cascade_train.models.formats.export_lora import export_lora
 from cascade_train.models.formats.lora_files import (
     module_shapes,
     read_lora,
@@ -30,89 +28,42 @@ from cascade_train.models.formats.lora_files import (
     write_peft_folder,
     write_single_file,
 )
-from cascade_train.models.formats.lora_files_keyed import token_files, with_one_rank, write_keyed, write_token_files
+from cascade_train.models.formats.lora_files_keyed import token_files, with_one_rank, write_token_files
 from cascade_train.models.lora import (
-    ADAPTER,
-    StoredLora,
     TrainedTokens,
-    adapted_layers,
-    adapter_state,
     inject_lora,
     lora_spec,
 )
-from tests.unit.models.small_networks import empty_network, load_lora, small_network
+from tests.unit.models.small_networks import adapted, empty_network, load_lora, small_network, stored
 
 predicted = partial(fixed_prediction, CASCADE)
 read_from = partial(read_lora, key="from", family=CASCADE)
 
 
-TOKENS = TrainedTokens(strings=("[fernando]",), ids=(49408,), is_new=(True,), rows=torch.linspace(0, 1, 24)[None])
+FERNANDO = TrainedTokens(strings=("[fernando]",), ids=(49408,), is_new=(True,), rows=torch.linspace(0, 1, 24)[None])
+TOKENS = {"text_encoder": FERNANDO}
 TEXT = {
     "text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 24),
     "text_model.encoder.layers.0.self_attn.q_proj.lora_B.weight": torch.ones(24, 2),
 }
-SPELLING = {name: CASCADE.spelling(name, [*module_shapes(empty_network())]) for name in ("comfyui", "kohya")}
-FORMATS: dict[str, Callable[[Path, StoredLora], None]] = {
-    "single": lambda path, lora: write_single_file(path, lora, {}),
-    "comfyui": lambda path, lora: write_keyed(path, lora, {}, spelling=SPELLING["comfyui"]),
-    "kohya": lambda path, lora: write_keyed(path, lora, {}, spelling=SPELLING["kohya"]),
-    "original": lambda path, lora: write_original(path, lora, module_shapes(empty_network()), {}),
-}
-
-
-def adapted(filters: list[str] | None = None, **options: Any) -> CascadeUNet:
-    """Return a network whose adapters are not zero."""
-    network = small_network()
-    inject_lora(network, rank=2, alpha=3.0, dropout=0.0, module_filters=filters or [".attn"], seed=0, **options)
-    for index, (_, layer) in enumerate(adapted_layers(network)):
-        torch.nn.init.normal_(layer.lora_B[ADAPTER].weight, generator=torch.Generator().manual_seed(index))
-    return network.eval()
-
-
-def stored(network: CascadeUNet, **more: Any) -> StoredLora:
-    return StoredLora(spec=lora_spec(network), state=adapter_state(network.state_dict()), **more)
 
 
 @pytest.fixture(scope="module")
 def trained() -> CascadeUNet:
-    return adapted([".attn", "embedding", "channelwise.0"])
-
-
-@pytest.mark.parametrize("name", ["single", "comfyui", "kohya"])
-def test_text_encoder_and_magnitudes_go_along(name: str, tmp_path: Path) -> None:
-    network = adapted([".attn", "embedding"], dora=True)
-    lora = stored(network, text_encoder=TEXT)
-    FORMATS[name](tmp_path / "lora.safetensors", lora)
-    found = read_from(str(tmp_path / "lora.safetensors"), modules=module_shapes(network))
-    assert found.spec.dora
-    assert all(torch.equal(found.state[each], value) for each, value in lora.state.items())
-    assert found.text_encoder.keys() == TEXT.keys()
-    assert lora_error(lora, found, tmp_path) == 0.0
+    return adapted(module_filters=[".attn", "embedding", "channelwise.0"])
 
 
 def test_our_two_formats_keep_trained_tokens(trained: CascadeUNet, tmp_path: Path) -> None:
-    lora = stored(trained, text_encoder=TEXT, tokens=TOKENS)
+    lora = stored(trained, TEXT, tokens=TOKENS)
     write_single_file(tmp_path / "lora.safetensors", lora, {})
     (tmp_path / "folder").mkdir()
     write_peft_folder(tmp_path / "folder", lora)
     for source in ("lora.safetensors", "folder"):
         found = read_from(str(tmp_path / source), modules=module_shapes(trained))
-        assert found.tokens is not None
-        assert (found.tokens.strings, found.tokens.ids, found.tokens.is_new) == (("[fernando]",), (49408,), (True,))
-        assert torch.equal(found.tokens.rows, TOKENS.rows)
-        assert found.text_encoder.keys() == TEXT.keys()
-
-
-def comfyui_weights(network: CascadeUNet) -> list[str]:
-    """Return the weights of ComfyUI's Stage C: those of diffusers below `attention.attn`, the output as `out_proj`."""
-    names = [name for name in network.state_dict() if name.endswith(".weight")]
-    names = [name.replace("attention.to_out.0", "attention.attn.out_proj") for name in names]
-    return [name.replace("attention.to_", "attention.attn.to_") for name in names]
-
-
-def test_a_trained_token_becomes_an_embedding_file(trained: CascadeUNet, tmp_path: Path) -> None:
-    write_token_files(tmp_path / "embeddings", stored(trained, tokens=TOKENS))
-    assert torch.equal(load_file(tmp_path / "embeddings" / "fernando.safetensors")["clip_g"], TOKENS.rows)
+        tokens = found.tokens["text_encoder"]
+        assert (tokens.strings, tokens.ids, tokens.is_new) == (("[fernando]",), (49408,), (True,))
+        assert torch.equal(tokens.rows, FERNANDO.rows)
+        assert found.by_root()["text_encoder"].keys() == TEXT.keys()
 
 
 def test_tokens_get_files_of_their_own() -> None:
@@ -126,10 +77,10 @@ def test_tokens_get_files_of_their_own() -> None:
 
 
 def test_embeddings_of_other_adapters_do_not_stay(trained: CascadeUNet, tmp_path: Path) -> None:
-    for tokens, left in ((TOKENS, ["fernando.safetensors"]), (replace(TOKENS, strings=("[b]",)), ["b.safetensors"])):
-        lora = stored(trained, tokens=tokens)
+    for tokens, left in ((FERNANDO, "fernando.safetensors"), (replace(FERNANDO, strings=("[b]",)), "b.safetensors")):
+        lora = stored(trained, tokens={"text_encoder": tokens})
         export_lora(lora, trained, tmp_path / "a.safetensors", format="comfyui", metadata={})
-        assert [path.name for path in (tmp_path / "a.embeddings").iterdir()] == left
+        assert [path.name for path in (tmp_path / "a.embeddings").iterdir()] == [left]
     export_lora(stored(trained), trained, tmp_path / "a.safetensors", format="comfyui", metadata={})
     assert not (tmp_path / "a.embeddings").exists()
 
@@ -139,7 +90,7 @@ def test_tokens_beside_a_file_are_said_to_stay_unread(
     name: str, trained: CascadeUNet, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_token_files(tmp_path / name, stored(trained, tokens=TOKENS))
-    for tokens, warnings in ((None, 1), (TOKENS, 0)):
+    for tokens, warnings in (({}, 1), (TOKENS, 0)):
         caplog.clear()
         write_single_file(tmp_path / "a.safetensors", stored(trained, tokens=tokens), {})
         read_from(str(tmp_path / "a.safetensors"), modules=module_shapes(trained))
@@ -175,41 +126,11 @@ RANKS = [["down_blocks.*to_q", 1], ["channelwise", 4, 6.0], [r"in_proj$", 3, 1.5
 
 
 def test_the_first_expression_that_is_found_gives_rank_and_alpha(tmp_path: Path) -> None:
-    spec = lora_spec(adapted([".attn", "embedding", "channelwise.0"], ranks=RANKS))
+    spec = lora_spec(adapted(module_filters=[".attn", "embedding", "channelwise.0"], ranks=RANKS))
     assert spec.of("down_blocks.0.2.attention.to_q") == (1, 3.0)
     assert spec.of("up_blocks.0.2.attention.to_q") == spec.of("down_blocks.0.2.attention.to_k") == (3, 1.5)
     assert spec.of("down_blocks.0.0.channelwise.0") == (4, 6.0)
     assert spec.of("embedding.1") == spec.of("down_blocks.0.2.attention.to_out.0") == (2, 3.0)
-
-
-@pytest.mark.parametrize("name", [*FORMATS, "folder"])
-def test_every_format_keeps_ranks_and_alphas(name: str, tmp_path: Path) -> None:
-    network = adapted([".attn", "embedding", "channelwise.0"], ranks=RANKS)
-    lora, is_original = stored(network), name == "original"
-    if not is_original:
-        own = f"text_encoder.{next(iter(TEXT)).partition('.lora_')[0]}"
-        spec = replace(lora.spec, ranks=lora.spec.ranks | {own: 2}, alphas=lora.spec.alphas | {own: 0.1})
-        lora = replace(lora, text_encoder=TEXT, spec=spec)
-    path = tmp_path / "lora.safetensors"
-    if name == "folder":
-        (path := tmp_path / "folder").mkdir()
-    (write_peft_folder if name == "folder" else FORMATS[name])(path, lora)
-    found = read_from(str(path), modules=module_shapes(network))
-    if not is_original:  # which has one rank, filled up with zeros, and no alpha
-        named = [each for part, state in lora.states().items() for each in (f"{part}{n}" for n in by_module(state))]
-        at = {"rel": 1e-7} if name in ("comfyui", "kohya") else {"rel": 0.0}  # whose alphas are fp32
-        assert [found.spec.of(n) for n in named] == [pytest.approx(lora.spec.of(n), **at) for n in named]
-        assert len({found.spec.of(n) for n in named}) == 5
-    assert lora_error(lora, found, tmp_path) < 1e-6
-    fresh = small_network()
-    load_lora(fresh, str(path))
-    torch.testing.assert_close(predicted(fresh), predicted(network), atol=1e-6, rtol=1e-6)
-
-
-def test_merged_adapters_of_several_ranks_compute_the_same() -> None:
-    network, plain = adapted([".attn", "embedding", "channelwise.0"], ranks=RANKS), small_network()
-    merge_lora_into(plain.state_dict(), stored(network), 1.0)
-    torch.testing.assert_close(predicted(plain.eval()), predicted(network), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}])
@@ -254,8 +175,7 @@ def test_the_original_layout_of_independent_projections_has_three_times_the_rank
     with safe_open(tmp_path / "lora.safetensors", framework="pt") as file:
         assert file.metadata()["rank"] == "6"
     found = read_from(str(tmp_path / "lora.safetensors"), modules=module_shapes(network))
-    assert found.tokens is not None
-    assert found.tokens.strings == ("[fernando]",)
+    assert found.tokens["text_encoder"].strings == ("[fernando]",)
     # what was joint stays joint: written again, the rank does not grow
     write_original(tmp_path / "again.safetensors", found, module_shapes(network), {})
     again = load_file(tmp_path / "again.safetensors")
@@ -276,9 +196,9 @@ def test_the_original_layout_refuses_what_it_has_no_place_for(tmp_path: Path, tr
     lora = stored(trained)
     for changes, reason in (
         ({"spec": replace(lora.spec, dora=True)}, "weights that are decomposed"),
-        ({"text_encoder": TEXT}, "adapters of the text encoder"),
-        ({"tokens": replace(TOKENS, is_new=(False,))}, "tokens that the vocabulary held before"),
-        ({"tokens": replace(TOKENS, strings=("fernando",))}, "new tokens without brackets"),
+        ({"state": stored(trained, TEXT).state}, "adapters of the text encoder"),
+        ({"tokens": {"text_encoder": replace(FERNANDO, is_new=(False,))}}, "tokens that the vocabulary held before"),
+        ({"tokens": {"text_encoder": replace(FERNANDO, strings=("fernando",))}}, "new tokens without brackets"),
         ({"spec": replace(lora.spec, targets=("down_blocks.0.0.depthwise",))}, "convolutions that are larger"),
     ):
         with pytest.raises(ConfigError, match=f"the original's layout has no place for {reason}"):
@@ -335,19 +255,9 @@ def test_broken_files_are_refused(names: list[str], message: str, tmp_path: Path
         read_from(str(tmp_path / "lora.safetensors"), modules=module_shapes(empty_network()))
 
 
-def test_a_run_starts_from_any_format(tmp_path: Path) -> None:
-    first = adapted()
-    FORMATS["kohya"](tmp_path / "lora.safetensors", stored(first))
-    second = small_network()
-    inject_lora(second, rank=2, alpha=3.0, dropout=0.0, module_filters=[".attn"], seed=5)
-    refill_lora(second, str(tmp_path / "lora.safetensors"), key="task.weights")
-    assert torch.equal(predicted(second.eval()), predicted(first))
-    assert all(p.requires_grad == (".lora_" in n) for n, p in second.named_parameters())
-
-
 def test_a_run_starts_from_ranks_that_differ(tmp_path: Path) -> None:
     first, path = adapted(ranks=RANKS[:1]), tmp_path / "lora.safetensors"
-    FORMATS["kohya"](path, stored(first))
+    export_lora(stored(first), first, path, format="kohya", metadata={})
     for options in ({"ranks": RANKS[:1], "rank": 2, "alpha": 3.0}, {"rank": 2, "alpha": 2.0}):  # the same, or filled up
         second = small_network()
         inject_lora(second, dropout=0.0, module_filters=[".attn"], seed=5, **options)
@@ -368,29 +278,3 @@ def test_a_joint_adapter_keeps_its_rank_in_the_original_layout(tmp_path: Path) -
     fresh = small_network()
     load_lora(fresh, str(tmp_path / "lora.safetensors"))
     torch.testing.assert_close(predicted(fresh), predicted(network), atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("options", [{}, {"dora": True}, {"ranks": RANKS}])
-def test_peft_itself_loads_a_folder(options: dict[str, Any], tmp_path: Path) -> None:
-    network = adapted([".attn", "embedding", "channelwise.0"], **options)
-    write_peft_folder(tmp_path, stored(network))
-    plain = build_plain_network(CASCADE, network.config, small_network().state_dict())
-    loaded = PeftModel.from_pretrained(plain, str(tmp_path)).get_base_model().eval()
-    torch.testing.assert_close(predicted(loaded), predicted(network), atol=1e-6, rtol=1e-6)
-
-
-def test_comfyui_computes_from_its_file_what_the_adapted_network_does(tmp_path: Path) -> None:
-    # ComfyUI, comfy/lora.py: prefix and path with underscores; comfy/ldm/cascade: q, k, v below attention.attn
-    network = adapted([".attn", "embedding", "channelwise"])
-    FORMATS["comfyui"](tmp_path / "lora.safetensors", stored(network, text_encoder=TEXT))
-    file, plain = load_file(tmp_path / "lora.safetensors"), small_network()
-    assert "lora_prior_te_text_model_encoder_layers_0_self_attn_q_proj.lora_up.weight" in file
-    weights = [name for name in plain.state_dict() if name.endswith(".weight")]
-    with torch.no_grad():
-        for ours, theirs in zip(weights, comfyui_weights(plain), strict=True):
-            stem = "lora_prior_unet_" + theirs.removesuffix(".weight").replace(".", "_")
-            if f"{stem}.lora_up.weight" in file:
-                up, down, alpha = (file[f"{stem}.{end}"] for end in ("lora_up.weight", "lora_down.weight", "alpha"))
-                weight = plain.get_parameter(ours)
-                weight += (alpha / len(down)) * (up.flatten(1) @ down.flatten(1)).reshape(weight.shape)
-    torch.testing.assert_close(predicted(plain), predicted(network), atol=1e-5, rtol=1e-5)

@@ -50,24 +50,12 @@ def test_captions_are_cut_and_padded_to_one_length(encoder: TextEncoder) -> None
     assert tokens["input_ids"][2, -1] == END
 
 
-def test_text_is_the_last_layer_before_the_final_norm(encoder: TextEncoder) -> None:
-    tokens = encoder.tokenize(["a small red circle"])
-    text, pooled = encoder.encode(tokens)
-    tower = encoder.module.text_model
-    assert text.shape == (1, 24, 128)
-    assert pooled.shape == (1, 1, 128)
-    normed = tower.final_layer_norm(text)
-    torch.testing.assert_close(normed, tower(tokens["input_ids"], tokens["attention_mask"]).last_hidden_state)
-    assert not torch.allclose(normed, text)
-    end = tokens["input_ids"][0].tolist().index(END)
-    torch.testing.assert_close(encoder.module.text_projection(normed[:, end]), pooled[:, 0])
-    assert tower.embeddings.position_ids.tolist() == [list(range(24))]
-
-
-def test_own_mask_equals_the_librarys(encoder: TextEncoder) -> None:
+def test_text_is_the_librarys_last_layer_before_the_final_norm(encoder: TextEncoder) -> None:
     tokens = encoder.tokenize(["a small red circle", ""])
     expected = encoder.module(**tokens, output_hidden_states=True)
     text, pooled = encoder.encode(tokens)
+    assert text.shape == (2, 24, 128)
+    assert pooled.shape == (2, 1, 128)
     torch.testing.assert_close(text, expected.hidden_states[-1])
     torch.testing.assert_close(pooled[:, 0], expected.text_embeds)
 
@@ -123,18 +111,6 @@ def test_packaged_tokenizer_serves_a_larger_table() -> None:
     encoder = built(vocab_size=1000)
     assert encoder.module.get_input_embeddings().weight.shape[0] == 1000
     assert encoder.encode(encoder.tokenize(["a red circle"]))[0].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"max_tokens": 2}, r"text_encoder\.max_tokens=2 must be at least 3"),
-        ({"num_attention_heads": 3}, r"text_encoder\.num_attention_heads=3: must divide"),
-    ],
-)
-def test_sizes_out_of_range_are_refused(change: dict, message: str) -> None:
-    with pytest.raises(Exception, match=message):
-        make(**change)
 
 
 def test_missing_sources_are_refused(tmp_path: Path) -> None:

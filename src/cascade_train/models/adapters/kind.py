@@ -27,11 +27,8 @@ Parts = Mapping[str, Tensor]
 """Tensors of one module's adapter, by their names in peft without the adapter's: `lora_A.weight`, `lokr_w1`."""
 
 Shape = tuple[int, ...]
-Place = tuple[str, str]
-"""A text encoder, or "" for the network, and a module in it."""
-
-Gathered = tuple[dict[str, Any], dict[Place, dict[str, Tensor]]]
-"""Options of `LoraSpec`, and the parts as peft has them, fp32."""
+Gathered = tuple[dict[str, Any], dict[str, dict[str, Tensor]]]
+"""Options of `LoraSpec`, and the parts of each module as peft has them, fp32."""
 
 
 class Strength(NamedTuple):
@@ -58,7 +55,7 @@ class LoraSpec:
         dora: each output of W + (alpha / rank) B A has a trained magnitude (Liu et al. 2024).
         kind: option of `task.kind`.
         factor: of LoKr, see `LoKr`.
-        ranks: of modules that have another one, by name, a text encoder's as in `StoredLora.states`.
+        ranks: of modules that have another one, by name, as in `StoredLora.state`.
         alphas: the same.
     """
 
@@ -131,16 +128,17 @@ class AdapterKind(abc.ABC):
         return not self.factors.keys() <= parts.keys()
 
     def gather(
-        self, adapters: Mapping[Place, Parts], shapes: Mapping[Place, Shape], given: Strength | None, origin: str
+        self, adapters: Mapping[str, Parts], shapes: Mapping[str, Shape], given: Strength | None, origin: str
     ) -> Gathered:
         """Return stored adapters as they are, each with its rank and alpha; an alpha that is lacking is the rank.
 
-        `given` is one strength of all, for a kind whose tensors do not tell ranks. `origin` begins errors.
+        Both mappings are by module; `shapes` are the weights' of the network. `given` is one strength of all, for a
+        kind whose tensors do not tell ranks. `origin` begins errors.
         """
-        owns = {".".join(filter(None, place)): strength(parts, self.rank(parts)) for place, parts in adapters.items()}
+        owns = {name: strength(parts, self.rank(parts)) for name, parts in adapters.items()}
         rank, ranks = usual({name: own.rank for name, own in owns.items()})
         alpha, alphas = usual({name: own.alpha for name, own in owns.items()})
-        found = {place: {part: parts[part].float() for part in self.factors} for place, parts in adapters.items()}
+        found = {name: {part: parts[part].float() for part in self.factors} for name, parts in adapters.items()}
         return {"rank": rank, "alpha": alpha, "ranks": ranks, "alphas": alphas}, found
 
     def rank(self, parts: Parts) -> int:

@@ -67,35 +67,31 @@ class LoKr(kind.AdapterKind):
         return any(whole not in parts and not factors <= parts.keys() for whole, factors in wholes)
 
     def gather(
-        self,
-        adapters: Mapping[kind.Place, Parts],
-        shapes: Mapping[kind.Place, Shape],
-        given: Strength | None,
-        origin: str,
+        self, adapters: Mapping[str, Parts], shapes: Mapping[str, Shape], given: Strength | None, origin: str
     ) -> kind.Gathered:
         """Multiply W1 out, fill ranks of W2 up with zeros, and multiply other scales into W1.
 
         A ConfigError where no `factor` gives all W1 their sizes.
         """
-        owns = {place: given or _strength(parts) for place, parts in adapters.items()}
-        sizes = {place: _sizes(parts, shapes.get(place)) for place, parts in adapters.items()}
-        scaled = [owns[place] for place, parts in adapters.items() if given or not _is_whole(parts)]
+        owns = {name: given or _strength(parts) for name, parts in adapters.items()}
+        sizes = {name: _sizes(parts, shapes.get(name)) for name, parts in adapters.items()}
+        scaled = [owns[name] for name, parts in adapters.items() if given or not _is_whole(parts)]
         whole = kind.common(scaled or [Strength(1, 1.0)])
-        needed = [max(b, d) for place, (_, b, _, d) in sizes.items() if W2 in adapters[place]]
+        needed = [max(b, d) for name, (_, b, _, d) in sizes.items() if W2 in adapters[name]]
         least = -(-max(needed, default=0) // 2)  # that leaves stored W2 whole
         if least > whole.rank:
             whole = Strength(least, whole.scale * least)
         spec = LoraSpec(rank=whole.rank, alpha=1.0, targets=(), base_size=None, factor=_factor(sizes, origin))
         found = {}
-        for place, parts in adapters.items():
-            a, b, c, d = sizes[place]
-            wanted = self.shapes(spec, spec.rank, shapes.get(place, (a * b, c * d)))
+        for name, parts in adapters.items():
+            a, b, c, d = sizes[name]
+            wanted = self.shapes(spec, spec.rank, shapes.get(name, (a * b, c * d)))
             first = parts[W1].float() if W1 in parts else parts[W1_UP].float() @ parts[W1_DOWN].float()
-            found[place] = {W1: kind.rescaled(first, owns[place], whole)}
+            found[name] = {W1: kind.rescaled(first, owns[name], whole)}
             if W2 in wanted:
-                found[place][W2] = parts[W2].float() if W2 in parts else _second(parts).reshape(wanted[W2])
+                found[name][W2] = parts[W2].float() if W2 in parts else _second(parts).reshape(wanted[W2])
             else:
-                found[place] |= {half: kind.padded(parts[half], whole.rank, int(half == UP)) for half in (UP, DOWN)}
+                found[name] |= {half: kind.padded(parts[half], whole.rank, int(half == UP)) for half in (UP, DOWN)}
         return {"rank": whole.rank, "alpha": whole.alpha, "factor": spec.factor}, found
 
 

@@ -85,15 +85,11 @@ class LoRA(kind.AdapterKind):
         return found
 
     def gather(
-        self,
-        adapters: Mapping[kind.Place, Parts],
-        shapes: Mapping[kind.Place, Shape],
-        given: Strength | None,
-        origin: str,
+        self, adapters: Mapping[str, Parts], shapes: Mapping[str, Shape], given: Strength | None, origin: str
     ) -> kind.Gathered:
         """See `AdapterKind.gather`; magnitudes stay as they are."""
         options, found = super().gather(adapters, shapes, given, origin)
-        trained = {place: parts[MAGNITUDE].float() for place, parts in adapters.items() if MAGNITUDE in parts}
-        for place, magnitude in trained.items():
-            found[place][MAGNITUDE] = magnitude.reshape((1, -1, 1, 1) if found[place][UP].ndim == 4 else (-1,))
+        trained = {name: parts[MAGNITUDE].float() for name, parts in adapters.items() if MAGNITUDE in parts}
+        for name, magnitude in trained.items():
+            found[name][MAGNITUDE] = magnitude.reshape((1, -1, 1, 1) if found[name][UP].ndim == 4 else (-1,))
         return {**options, "dora": bool(trained)}, found

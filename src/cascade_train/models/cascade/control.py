@@ -25,7 +25,7 @@ from cascade_train.models.cascade.networks.controlnet import (
 )
 from cascade_train.models.cascade.networks.efficientnet import load_features
 from cascade_train.models.control import Conditions, Control, ControlOptions, Steering, repeated
-from cascade_train.models.formats.export import check_equal_tensors, checked_error, module_around, replaced_directory
+from cascade_train.models.formats.export import check_equal_tensors, module_around, replaced_directory
 from cascade_train.models.formats.weights import read_tensors, shapes_of, write_tensors
 from cascade_train.models.formats.weights_source import find_part, find_weight_files
 
@@ -46,9 +46,6 @@ _CHARACTERISTIC = {
 }
 """A tensor's name -> the only bottleneck that has it, if none before it is there."""
 
-_SIDE = 8
-"""Of the control map, in pixels, on which a file that was written is compared."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class StoredControl:
@@ -63,10 +60,6 @@ class StoredControl:
     state: Mapping[str, Tensor]
     base_size: str | None = None
     filter: Mapping[str, Any] | None = None
-
-    def network(self) -> ControlNetwork:
-        """Return the network, whose memory is the state dict's."""
-        return module_around(lambda: ControlNetwork(self.spec), self.state)
 
 
 class FeatureControl(Control):
@@ -109,7 +102,7 @@ class FeatureControl(Control):
         self._check_maps(spec.channels, stored.filter, origin)
         if spec.bottleneck != self.options.bottleneck:
             raise ConfigError(f"{origin}: this control network has task.bottleneck={spec.bottleneck}; set it so")
-        self.module = stored.network().float().to(self.device)
+        self.module = module_around(lambda: ControlNetwork(spec), stored.state).float().to(self.device)
 
     def steer(self, control_BCHW: Tensor) -> Steering:
         """Return the features of maps (B, C, h, w), made once."""
@@ -195,7 +188,7 @@ def _blocks(header: Mapping[str, str], given: Sequence[int] | None, count: int, 
 
 
 def save_control(stored: StoredControl, directory: Path) -> float:
-    """Write a control network, replacing `directory` at once, and compare what reads back; return the difference."""
+    """Write a control network, replacing `directory` at once, and compare what reads back; return 0, its error."""
     header = {
         "format": FORMAT,
         "base_size": stored.base_size or "",
@@ -208,14 +201,4 @@ def save_control(stored: StoredControl, directory: Path) -> float:
         write_tensors(partial / FILE_NAME, stored.state, header)
         found = read_control(str(partial / FILE_NAME), key="export")
         check_equal_tensors(stored.state, found.state, directory)
-        return checked_error(_fixed_output(stored), _fixed_output(found), torch.float32, directory)
-
-
-@torch.no_grad()
-def _fixed_output(stored: StoredControl) -> Tensor:
-    """Return the features that a stored network makes of a fixed map, flat: its projections may still be zero."""
-    network = stored.network()
-    generator = torch.Generator().manual_seed(0)
-    control_BCHW = torch.rand(1, stored.spec.channels, _SIDE, _SIDE, generator=generator)
-    maps = network(control_BCHW).values()
-    return torch.cat([each.flatten() for each in (network.backbone(control_BCHW), *maps)])
+    return 0.0

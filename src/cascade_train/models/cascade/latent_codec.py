@@ -5,19 +5,26 @@ Shape legend: B batch, C channels, H W image or latent size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cascade_train.models.family import Stored
 from cascade_train.models.formats.export import module_around
+from cascade_train.models.formats.weights import load_module
 from cascade_train.models.frozen_part import LatentCodec
 from cascade_train.options import File, Positive, check_blocks, check_fields
 
-ORIGINAL_NAMES = {"vquantizer.codebook.": "vquantizer.embedding."}
-"""Beginnings of names that the original and diffusers spell differently."""
+CODES, ORIGINAL_CODES = "vquantizer.embedding.", "vquantizer.codebook."
+"""Beginnings of the only names that diffusers and the original spell differently."""
+
+
+def vq_layout(stored_names: Iterable[str]) -> dict[str, Stored]:
+    """Lay out Stage A, which is stored under diffusers' names or the original's."""
+    return {name.replace(ORIGINAL_CODES, CODES): Stored(name) for name in stored_names}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -61,7 +68,6 @@ class VQGAN(VQOptions, LatentCodec):
 
     key = "stage_a"
     folder = "vqgan"
-    renamed = ORIGINAL_NAMES
     in_pipelines = True
 
     weights: File[str | None]
@@ -71,7 +77,10 @@ class VQGAN(VQOptions, LatentCodec):
         self.stride = 2**self.levels
 
     def _make(self) -> tuple[nn.Module, float]:
-        return empty_vqgan(self.arguments), 1.0
+        return plain_vqgan(self.arguments, None), 1.0
+
+    def _load(self, module: nn.Module, weights: str, **where: Any) -> None:
+        load_module(module, weights, part=self.folder, layout=vq_layout, **where)
 
     @torch.no_grad()
     def encode(self, image_BCHW: Tensor) -> Tensor:
@@ -84,14 +93,8 @@ class VQGAN(VQOptions, LatentCodec):
         return self.module.decode(latent_BCHW.float() * self.scale_factor).sample
 
 
-def empty_vqgan(arguments: Mapping[str, Any]) -> Any:
-    """Return diffusers' `PaellaVQModel` on the meta device."""
+def plain_vqgan(arguments: Mapping[str, Any], state: Mapping[str, Tensor] | None) -> Any:
+    """Return diffusers' `PaellaVQModel` around `state`, sharing its memory; None = on the meta device."""
     from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel  # only Stage A's
 
-    with torch.device("meta"):
-        return PaellaVQModel(**arguments)
-
-
-def plain_vqgan(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> Any:
-    """Return diffusers' `PaellaVQModel` around `state`, sharing its memory."""
-    return module_around(lambda: empty_vqgan(arguments), state)
+    return module_around(lambda: PaellaVQModel(**arguments), state)

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cascade_train.models.cascade.family import CASCADE
-from cascade_train.models.cascade.latent_codec import ORIGINAL_NAMES, VQOptions, plain_vqgan
+from cascade_train.models.cascade.latent_codec import CODES, ORIGINAL_CODES, VQOptions, plain_vqgan, vq_layout
 from cascade_train.models.formats.export import quiet, read_back_error, reconstruction, replaced_directory, save_model
-from cascade_train.models.formats.weights import load_module, replace_prefix
+from cascade_train.models.formats.weights import load_module
 from cascade_train.models.initialize import initialise
 from cascade_train.models.stage import AutoencoderStage, Images, Save
 
@@ -55,7 +55,7 @@ class StageA(VQOptions, AutoencoderStage):
             initialise(network, vq_rule, device=device, dtype=torch.float32, seed=self.seed)
         else:
             where = {"device": device, "key": "model.weights", "part": self.part}
-            load_module(network, self.weights, dtype=torch.float32, renamed=ORIGINAL_NAMES, **where)
+            load_module(network, self.weights, dtype=torch.float32, layout=vq_layout, **where)
         for parameter in network.parameters():
             parameter.data = parameter.data.to(network_dtype)
         self.network = network.train()
@@ -78,10 +78,11 @@ class StageA(VQOptions, AutoencoderStage):
         return save_model(plain_vqgan(self.arguments, state), directory, reconstruction)
 
     def _save_file(self, state: Mapping[str, Tensor], directory: Path) -> float:
-        model, originals = plain_vqgan(self.arguments, state), {new: old for old, new in ORIGINAL_NAMES.items()}
-        tensors = {replace_prefix(name, originals): each.contiguous() for name, each in state.items()}
+        model = plain_vqgan(self.arguments, state)
+        tensors = {name.replace(CODES, ORIGINAL_CODES): each.contiguous() for name, each in state.items()}
         with replaced_directory(directory) as place, quiet():
             save_file(tensors, place / STAGE_A_FILE, metadata={"format": "pt"})
-            stored = load_file(place / STAGE_A_FILE).items()
-            loaded = plain_vqgan(self.arguments, {replace_prefix(n, ORIGINAL_NAMES): each for n, each in stored})
+            stored = load_file(place / STAGE_A_FILE)
+            found = {name: stored[each.name] for name, each in vq_layout(stored).items()}
+            loaded = plain_vqgan(self.arguments, found)
             return read_back_error(model, loaded, directory, reconstruction)

@@ -44,8 +44,10 @@ class CascadeStage(DenoisingStage):
     semantic_compressor: SemanticCompressor
 
     def _build_network(self, dtype: torch.dtype) -> None:
+        from cascade_train.models.cascade.networks.response_norm import set_kernels  # heavy: diffusers
+
         super()._build_network(dtype)
-        self.network.set_kernels(self.kernels)
+        set_kernels(self.network, self.kernels)
 
     def _rule(self) -> Rule:
         return unet_rule(self.network_config.residual_blocks)

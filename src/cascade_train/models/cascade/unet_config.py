@@ -115,9 +115,10 @@ class CascadeUNetConfig:
     def build(self) -> nn.Module:
         """Make the network on the meta device, without memory and without values."""
         from cascade_train.models.cascade.networks.unet import CascadeUNet
+        from cascade_train.models.networks.block_network import drop_probabilities
 
         with torch.device("meta"):
             network = CascadeUNet(**self.arguments)
         if self.attention_dropout == "probabilities":
-            network.drop_probabilities()
+            drop_probabilities(network)
         return network

@@ -33,7 +33,7 @@ from cascade_train.models.formats.lora_files import (
     write_single_file,
 )
 from cascade_train.models.formats.lora_files_keyed import write_embeddings, write_keyed, write_token_files
-from cascade_train.models.lora import LoraSpec, StoredLora
+from cascade_train.models.lora import StoredLora
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ def save_lora(
         if family.lora_root is not None and lora.spec.kind == "lora":
             write_diffusers_file(place, lora, family.lora_root)
             again = read(str(place / DIFFUSERS_FILE))
-            errors.append(lora_error(replace(lora, tokens=None, tokens_2=None), again, directory))
-        if family.lora_root is not None and lora.tokens is not None:
+            errors.append(lora_error(replace(lora, tokens={}), again, directory))
+        if family.lora_root is not None and lora.tokens:
             write_embeddings(place / "embeddings", lora)
         return max(errors)
 
@@ -86,8 +86,9 @@ def export_lora(
     if format == "peft":
         return save_lora(lora, family, network.config, out, metadata)
     modules, keyed = module_shapes(network), format in ("comfyui", "kohya")
-    if keyed and lora.tokens is not None and family.lora_root is not None and not all(lora.tokens.is_new):
-        old = [name for name, is_new in zip(lora.tokens.strings, lora.tokens.is_new, strict=True) if not is_new]
+    first = lora.tokens.get("text_encoder")
+    if keyed and first is not None and family.lora_root is not None and not all(first.is_new):
+        old = [name for name, is_new in zip(first.strings, first.is_new, strict=True) if not is_new]
         raise ConfigError(
             f"format={format}: has no place for tokens of the vocabulary that were trained ({', '.join(old)}), only "
             "for new ones; use format=single or peft, which hold them"
@@ -101,11 +102,11 @@ def export_lora(
             family.write_numbered_lora(place, lora, modules, metadata)
         else:
             write_single_file(place, lora, metadata)
-        expected = replace(lora, tokens=None, tokens_2=None) if keyed else lora
+        expected = replace(lora, tokens={}) if keyed else lora
         found = read_lora(str(place), key="export", family=family, modules=modules)
         error = lora_error(expected, found, out)
     folder = out.with_name(f"{out.stem}.embeddings")
-    if keyed and lora.tokens is None:
+    if keyed and not lora.tokens:
         shutil.rmtree(folder, ignore_errors=True)  # of other adapters
     elif keyed:
         with replaced_directory(folder) as place:
@@ -120,11 +121,11 @@ def lora_error(expected: StoredLora, found: StoredLora, path: Path) -> float:
     Compares every adapted layer of network and text encoders, DoRA's magnitudes, and the trained tokens; a RunError
     where the files have other layers or tokens.
     """
-    pairs = ((expected.tokens, found.tokens), (expected.tokens_2, found.tokens_2))
-    if any((one is None) != (other is None) for one, other in pairs):
+    if expected.tokens.keys() != found.tokens.keys():
         raise RunError(f"{path}: trained tokens read back differently from what was written; nothing was kept")
-    errors = [0.0]
-    for wanted, got in zip(_contributions(expected), _contributions(found), strict=True):
+    ours, theirs, errors = _contributions(expected), _contributions(found), [0.0]
+    for kind in ours.keys() | theirs.keys():
+        wanted, got = ours.get(kind, {}), theirs.get(kind, {})
         if wanted.keys() - got.keys() or any(bool(got[name].any()) for name in got.keys() - wanted.keys()):
             raise RunError(f"{path}: other modules are adapted than were written; nothing was kept")
         if wanted:
@@ -133,18 +134,14 @@ def lora_error(expected: StoredLora, found: StoredLora, path: Path) -> float:
     return max(errors)
 
 
-def _contributions(lora: StoredLora) -> list[dict[str, Tensor]]:
-    """Return changes times a fixed input, magnitudes and rows, of network, text encoders and tokens by name."""
-    of_tokens = [each for each in (lora.tokens, lora.tokens_2) if each is not None]
-    rows = [dict(zip(each.strings, each.rows, strict=True)) for each in of_tokens]
-    return [*(_outputs(state, lora.spec, prefix) for prefix, state in lora.states().items()), *rows]
-
-
-def _outputs(state: Mapping[str, Tensor], spec: LoraSpec, prefix: str) -> dict[str, Tensor]:
-    outputs = {n: v for n, v in state.items() if ".lora_magnitude_vector." in n}
-    for name, parts in by_module(state).items():
-        outputs[name] = KINDS[spec.kind].output(spec.of(f"{prefix}{name}"), parts)
-    return outputs
+def _contributions(lora: StoredLora) -> dict[str, dict[str, Tensor]]:
+    """Return changes times a fixed input and magnitudes of network and text encoders, and rows of tokens, by name."""
+    tokens = lora.tokens.items()
+    rows = {f"tokens of {tower}": dict(zip(each.strings, each.rows, strict=True)) for tower, each in tokens}
+    outputs = {name: value for name, value in lora.state.items() if ".lora_magnitude_vector." in name}
+    for name, parts in by_module(lora.state).items():
+        outputs[name] = KINDS[lora.spec.kind].output(lora.spec.of(name), parts)
+    return replace(lora, state=outputs).by_root() | rows
 
 
 @torch.no_grad()
@@ -165,6 +162,6 @@ def merge_all(
     """Read adapters (see `read_lora`) and merge them one after the other into a network's state dict."""
     for source, strength in zip(sources, strengths, strict=True):
         lora = read_lora(source, family=network.family, modules=module_shapes(network), **reading)
-        if lora.towers():
+        if lora.tokens or len(lora.by_root()) > 1:
             log.warning("%s: only what belongs to the network is merged; its text encoder part stays with it.", source)
         merge_lora_into(state, lora, strength)

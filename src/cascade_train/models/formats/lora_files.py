@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 def write_single_file(path: Path, lora: StoredLora, metadata: Mapping[str, str]) -> None:
     """Write adapters as one file whose header describes them and names their base; `metadata` is added to it.
 
-    Those of text encoders get the prefix `text_encoder.` or `text_encoder_2.`, trained tokens are `TOKEN_ROWS`.
+    Trained tokens are `TOKEN_ROWS`.
     """
     spec = lora.spec
     header = {
@@ -69,9 +69,8 @@ def write_single_file(path: Path, lora: StoredLora, metadata: Mapping[str, str])
     }
     if spec.kind != "lora":
         header |= {"kind": spec.kind, "factor": json.dumps(spec.factor)}
-    tensors = {f"{part}{name}": value for part, state in lora.states().items() for name, value in state.items()}
     rows, of_tokens = _tokens_of(lora)
-    write_tensors(path, tensors | rows, header | of_tokens)
+    write_tensors(path, {**lora.state, **rows}, header | of_tokens)
 
 
 def write_peft_folder(folder: Path, lora: StoredLora) -> None:
@@ -79,11 +78,10 @@ def write_peft_folder(folder: Path, lora: StoredLora) -> None:
 
     Adapters of text encoders become folders of the same form in it, trained tokens `TOKENS_FILE` beside them.
     """
-    _write_adapter(folder, lora.state, lora.spec)
-    for tower, (state, _) in lora.towers().items():
-        if state:
-            (folder / tower).mkdir()
-            _write_adapter(folder / tower, state, lora.spec, f"{tower}.")
+    for tower, state in lora.by_root().items():
+        (folder / tower).mkdir(exist_ok=True)
+        _peft_config(state, lora.spec, tower, inference_mode=True).save_pretrained(str(folder / tower))
+        write_tensors(folder / tower / ADAPTER_FILE, _peft_tensors(state, _PEFT_PREFIX), {"format": "pt"})
     rows, header = _tokens_of(lora)
     if rows:
         write_tensors(folder / TOKENS_FILE, rows, header)
@@ -96,25 +94,20 @@ def write_diffusers_file(folder: Path, lora: StoredLora, root: str) -> None:
     `lora_files_keyed.write_embeddings`.
     """
     tensors, facts = dict[str, Tensor](), dict[str, object]()
-    for part, state in lora.states().items():
-        prefix = part or f"{root}."
-        if state:
-            config, plain = _peft_config(state, lora.spec, part).to_dict(), bool | int | float | str | list
-            told = (k for k, v in config.items() if v is None or isinstance(v, plain) or (v and k.endswith("_pattern")))
-            facts |= {f"{prefix}{key}": config[key] for key in told}
+    for tower, state in lora.by_root().items():
+        prefix, plain = f"{tower or root}.", bool | int | float | str | list
+        config = _peft_config(state, lora.spec, tower).to_dict()
+        told = (k for k, v in config.items() if v is None or isinstance(v, plain) or (v and k.endswith("_pattern")))
+        facts |= {f"{prefix}{key}": config[key] for key in told}
         tensors |= _peft_tensors(state, prefix)
     header = {"format": "pt", DIFFUSERS_HEADER: json.dumps(facts, indent=2, sort_keys=True)}
     write_tensors(folder / DIFFUSERS_FILE, tensors, header)
 
 
-def _write_adapter(folder: Path, state: Mapping[str, Tensor], spec: LoraSpec, part: str = "") -> None:
-    _peft_config(state, spec, part, inference_mode=True).save_pretrained(str(folder))
-    write_tensors(folder / ADAPTER_FILE, _peft_tensors(state, _PEFT_PREFIX), {"format": "pt"})
-
-
-def _peft_config(state: Mapping[str, Tensor], spec: LoraSpec, part: str, **options: Any) -> Any:
+def _peft_config(state: Mapping[str, Tensor], spec: LoraSpec, tower: str, **options: Any) -> Any:
     # endings that names have in every version of transformers
-    endings = {name.removeprefix("text_model."): f"{part}{name}" for name in by_module(state)}
+    prefix = f"{tower}." if tower else ""
+    endings = {name.removeprefix("text_model."): f"{prefix}{name}" for name in by_module(state)}
     ranks, alphas = ({n: own[name] for n, name in endings.items() if name in own} for own in (spec.ranks, spec.alphas))
     config = KINDS[spec.kind].config(spec, rank_pattern=ranks, alpha_pattern=alphas, **options)
     config.target_modules = [*endings]  # peft would make a set, whose order is not fixed
@@ -132,20 +125,17 @@ _OF_TOKENS = {"tokens": "strings", "token_ids": "ids", "token_is_new": "is_new"}
 def _tokens_of(lora: StoredLora) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the rows of trained tokens, and the entries of a header that describe them."""
     tensors, header = dict[str, Tensor](), dict[str, str]()
-    for tower, (_, tokens) in lora.towers().items():
-        if tokens is not None:
-            tensors[TOKEN_ROWS[tower]] = tokens.rows
-            ending = tower.removeprefix("text_encoder")
-            header |= {f"{key}{ending}": json.dumps(getattr(tokens, field)) for key, field in _OF_TOKENS.items()}
+    for tower, tokens in lora.tokens.items():
+        tensors[TOKEN_ROWS[tower]] = tokens.rows
+        ending = tower.removeprefix("text_encoder")
+        header |= {f"{key}{ending}": json.dumps(getattr(tokens, field)) for key, field in _OF_TOKENS.items()}
     return tensors, header
 
 
-def _stored_tokens(tower: str, header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> TrainedTokens | None:
-    if TOKEN_ROWS[tower] not in tensors:
-        return None
+def _stored_tokens(tower: str, header: Mapping[str, str], rows: Tensor) -> TrainedTokens:
     ending = tower.removeprefix("text_encoder")
     facts: dict[str, Any] = {field: tuple(json.loads(header[f"{key}{ending}"])) for key, field in _OF_TOKENS.items()}
-    return TrainedTokens(rows=tensors[TOKEN_ROWS[tower]], **facts)
+    return TrainedTokens(rows=rows, **facts)
 
 
 def read_lora(
@@ -176,7 +166,7 @@ def read_lora(
     _check_fit(lora, modules, origin)
     path = Path(source).expanduser()
     beside = [folder for name in (f"{path.stem}.embeddings", "embeddings") if (folder := path.with_name(name)).is_dir()]
-    if path.is_file() and beside and lora.tokens is None and lora.tokens_2 is None:
+    if path.is_file() and beside and not lora.tokens:
         _log.warning("%s: tokens in %s are not read; the run, or its export/lora, holds them too", origin, beside[0])
     if lora.spec.base_size is None:
         lora = replace(lora, spec=replace(lora.spec, base_size=_size_of(family, modules)))
@@ -244,8 +234,8 @@ def _read_by_name(
         raise ConfigError(
             f"{origin}: holds no adapters in a format that is read here, but {first}; see docs/weights.md"
         )
-    tokens, tokens_2 = (_stored_tokens(tower, header, tensors) for tower in TEXT_ENCODERS)
-    return replace(lora, tokens=tokens, tokens_2=tokens_2)
+    rows = {tower: tensors[name] for tower, name in TOKEN_ROWS.items() if name in tensors}
+    return replace(lora, tokens={tower: _stored_tokens(tower, header, value) for tower, value in rows.items()})
 
 
 def _spec_of(header: Mapping[str, str]) -> LoraSpec:
@@ -319,7 +309,7 @@ def refill_lora(
     if lora.spec.kind != carried.kind:
         raise ConfigError(f"{key}={source}: its adapters are of another kind; set task.kind={lora.spec.kind}")
     lora = lora if carried.ranks or carried.alphas else with_one_rank(lora)
-    for name in (f"{part}{name}" for part, state in lora.states().items() for name in by_module(state)):
+    for name in by_module(lora.state):
         (rank, alpha), (wanted, scaled) = lora.spec.of(name), carried.of(name)
         if (rank, alpha) != (wanted, scaled):
             keys = f"task.rank={wanted} task.alpha={scaled:g}; set both as they were trained"
@@ -328,7 +318,7 @@ def refill_lora(
             raise ConfigError(
                 f"{key}={source}: its adapters have rank {rank} and alpha {alpha:g}, the task asks for {keys}"
             )
-    fill_adapters(network, lora.state, f"{key}={source}")
+    fill_adapters(network, lora.by_root()[""], f"{key}={source}")
     return lora
 
 
@@ -388,7 +378,7 @@ def _check_fit(lora: StoredLora, modules: Mapping[str, Shape], origin: str) -> N
     shapes = {name: kind.shapes(spec, spec.of(name).rank, modules[name]) for name in spec.targets}
     wanted = {f"{name}.{part}": shape for name, parts in shapes.items() for part, shape in parts.items()}
     remedy = "choose the model= the adapter was trained on"
-    check_fit(wanted, shapes_of(lora.state), origin, what=_MISFIT, remedy=remedy)
-    broken = [name for state in lora.states().values() for name, value in state.items() if not value.isfinite().all()]
+    check_fit(wanted, shapes_of(lora.by_root()[""]), origin, what=_MISFIT, remedy=remedy)
+    broken = [name for name, value in lora.state.items() if not value.isfinite().all()]
     if broken:
         raise ConfigError(f"{origin}: {broken[0]} holds NaN or infinity; copy the file again, or train it anew")

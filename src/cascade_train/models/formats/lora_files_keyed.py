@@ -16,11 +16,11 @@ from pathlib import Path
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.adapters.kind import AdapterKind, LoraSpec, Parts, Place, Strength, common
+from cascade_train.models.adapters.kind import AdapterKind, LoraSpec, Parts, Strength, common
 from cascade_train.models.adapters.kinds import KINDS, by_module, kind_of
 from cascade_train.models.family import Family, Shape, Spelling
 from cascade_train.models.formats.weights import write_tensors
-from cascade_train.models.lora import TEXT_ENCODERS, StoredLora
+from cascade_train.models.lora import StoredLora, split_tower
 
 TEXT_PREFIXES = ("lora_prior_te_", "lora_te_", "lora_te1_")
 """Prefixes of a text encoder's modules in files of any family."""
@@ -35,12 +35,12 @@ _TEXT_MODULE = re.compile(r"text_model_encoder_layers_(\d+)_(self_attn_[kqv]_pro
 def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, spelling: Spelling) -> None:
     """Write adapters under the names of another program, without trained tokens; `metadata` is added to the header."""
     tensors, kind = dict[str, Tensor](), KINDS[lora.spec.kind]
-    prefixes = (spelling.network, spelling.text_encoder, SECOND_PREFIX)
-    for prefix, (part, state) in zip(prefixes, lora.states().items(), strict=True):
-        for name, parts in by_module(state).items():
-            stem = prefix + spelling.names.get(name, name).replace(".", "_")
-            own = kind.to_file(lora.spec.of(f"{part}{name}"), parts)
-            tensors |= {f"{stem}{ending}": value for ending, value in own.items()}
+    prefixes = {"": spelling.network, "text_encoder": spelling.text_encoder, "text_encoder_2": SECOND_PREFIX}
+    for module, parts in by_module(lora.state).items():
+        tower, name = split_tower(module)
+        stem = prefixes[tower] + spelling.names.get(name, name).replace(".", "_")
+        own = kind.to_file(lora.spec.of(module), parts)
+        tensors |= {f"{stem}{ending}": value for ending, value in own.items()}
     header = {  # what kohya's programs look for
         "ss_network_module": "networks.lora" if kind.name == "lora" else "lycoris.kohya",
         "ss_network_dim": str(lora.spec.rank),
@@ -55,10 +55,10 @@ def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, sp
 
 def write_token_files(folder: Path, lora: StoredLora) -> None:
     """Write each trained token into `folder`, as an embedding that ComfyUI finds by file name."""
-    assert lora.tokens is not None
     folder.mkdir()
-    files = token_files(lora.tokens.strings)
-    for string, row in zip(lora.tokens.strings, lora.tokens.rows, strict=True):
+    tokens = lora.tokens["text_encoder"]
+    files = token_files(tokens.strings)
+    for string, row in zip(tokens.strings, tokens.rows, strict=True):
         write_tensors(folder / files[string], {"clip_g": row[None]}, {"token": string})
 
 
@@ -67,9 +67,8 @@ def write_embeddings(folder: Path, lora: StoredLora) -> None:
 
     It holds the token's row by its name; of two text encoders `clip_l` and `clip_g`, as other programs read it too.
     """
-    towers = {tower: tokens for tower, (_, tokens) in lora.towers().items() if tokens is not None}
-    rows = {tower: dict(zip(tokens.strings, tokens.rows, strict=True)) for tower, tokens in towers.items()}
-    first = next(iter(towers.values()))
+    rows = {tower: dict(zip(tokens.strings, tokens.rows, strict=True)) for tower, tokens in lora.tokens.items()}
+    first = lora.tokens["text_encoder"]
     new = [name for name, is_new in zip(first.strings, first.is_new, strict=True) if is_new]
     if new:
         folder.mkdir()
@@ -106,25 +105,22 @@ def read_keyed(
     """
     kind = kind_of(tensors) or KINDS["lora"]
     found, names = _collect(tensors, kind, origin), _known_names(family, [*modules])
-    places: dict[Place, Parts] = {}
+    adapters: dict[str, Parts] = {}
     for stem, parts in found.items():
         alpha = float(parts.get("alpha", 1.0 if given is None else given.alpha))
         if not math.isfinite(alpha):
             raise ConfigError(f"{origin}: {stem} is scaled by {alpha}; copy the file again")
-        place = ("", names[stem]) if stem in names else _text_name(stem)
-        if place is None:
+        name = names.get(stem) or _text_name(stem)
+        if name is None:
             raise ConfigError(
                 f"{origin}: adapts {stem}, which this model has not; choose the model= the adapter was trained on"
             )
-        places[place] = parts
-    shapes = {("", name): shape for name, shape in modules.items()}
-    options, gathered = kind.gather(places, shapes, given, origin)
-    states: dict[str, dict[str, Tensor]] = {"": {}, **{tower: {} for tower in TEXT_ENCODERS}}
-    for (tower, name), plain in gathered.items():
-        states[tower] |= {f"{name}.{part}": value for part, value in plain.items()}
-    targets = tuple(name for tower, name in gathered if not tower)
+        adapters[name] = parts
+    options, gathered = kind.gather(adapters, modules, given, origin)
+    state = {f"{name}.{part}": value for name, plain in gathered.items() for part, value in plain.items()}
+    targets = tuple(name for name in gathered if split_tower(name)[0] == "")
     spec = LoraSpec(targets=targets, base_size=None, kind=kind.name, **options)
-    return StoredLora(spec=spec, state=states.pop(""), **states)
+    return StoredLora(spec=spec, state=state)
 
 
 def _collect(tensors: Mapping[str, Tensor], kind: AdapterKind, origin: str) -> dict[str, dict[str, Tensor]]:
@@ -156,35 +152,28 @@ def _known_names(family: Family, modules: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _text_name(stem: str) -> tuple[str, str] | None:
-    """Return the text encoder and its module that a stored name means; None = no module of one."""
+def _text_name(stem: str) -> str | None:
+    """Return our name of the text encoder's module that a stored name means; None = no module of one."""
     prefixes = dict.fromkeys(TEXT_PREFIXES, "text_encoder") | {SECOND_PREFIX: "text_encoder_2"}
     for prefix, tower in prefixes.items():
         inner = stem.removeprefix(prefix)
         if inner == stem:
             continue
         if inner == "text_projection":
-            return tower, inner
+            return f"{tower}.{inner}"
         if (match := _TEXT_MODULE.fullmatch(inner)) is not None:
             layer = match[2].replace("self_attn_", "self_attn.").replace("mlp_", "mlp.")
-            return tower, f"text_model.encoder.layers.{match[1]}.{layer}"
-    tower, _, name = stem.partition(".")
-    return (tower, name) if tower in TEXT_ENCODERS else None
+            return f"{tower}.text_model.encoder.layers.{match[1]}.{layer}"
+    return stem if split_tower(stem)[0] else None
 
 
 def with_one_rank(lora: StoredLora) -> StoredLora:
     """Return equal adapters of one rank and alpha: pad with zeros, multiply other scales into a factor."""
     if not lora.spec.ranks and not lora.spec.alphas:
         return lora
-    named = {
-        f"{part}{name}": parts for part, state in lora.states().items() for name, parts in by_module(state).items()
-    }
-    kind, whole = KINDS[lora.spec.kind], common([lora.spec.of(name) for name in named])
-    raised = {name: kind.raised(parts, lora.spec.of(name), whole) for name, parts in named.items()}
-    states = (
-        {f"{name}.{part}": each for name in by_module(state) for part, each in raised[f"{prefix}{name}"].items()}
-        for prefix, state in lora.states().items()
-    )
-    state, text_encoder, text_encoder_2 = states
+    kind, adapters = KINDS[lora.spec.kind], by_module(lora.state)
+    whole = common([lora.spec.of(name) for name in adapters])
+    raised = {name: kind.raised(parts, lora.spec.of(name), whole) for name, parts in adapters.items()}
+    state = {f"{name}.{part}": value for name, parts in raised.items() for part, value in parts.items()}
     spec = replace(lora.spec, rank=whole.rank, alpha=whole.alpha, ranks={}, alphas={})
-    return replace(lora, spec=spec, state=state, text_encoder=text_encoder, text_encoder_2=text_encoder_2)
+    return replace(lora, spec=spec, state=state)

@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -79,6 +78,10 @@ class StoredTensors:
         if stored.third is None:
             return holder if isinstance(holder, Tensor) else holder.get_tensor(stored.name)
         return self.read_rows(name, 0, self._shape(stored)[0])
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every name and tensor, read when it is asked for; see `read`."""
+        return ((name, self.read(name)) for name in self._stored)
 
     def read_rows(self, name: str, first: int, count: int) -> Tensor:
         """Read `count` rows of a tensor, from row `first`, and nothing else of it."""
@@ -192,7 +195,8 @@ def load_state(
     """
     with _open_network(network, source, key=key, part=part) as tensors:
         _check_network(network, tensors, f"{key}={source}")
-        _put(network, tensors, dtype or tensors.read(next(iter(tensors.shapes()))).dtype, torch.device("cpu"))
+        dtype = dtype or next(tensors.items())[1].dtype
+        _put(network, tensors.items(), dtype, torch.device("cpu"))
     return network.state_dict()
 
 
@@ -200,8 +204,8 @@ def read_network(network: nn.Module, source: str, *, key: str, part: str = "prio
     """Yield name and whole fp32 value, on the host, of the stored tensors of a network, which may be sharded."""
     with _open_network(network, source, key=key, part=part) as tensors:
         _check_network(network, tensors, f"{key}={source}")
-        for name in tensors.shapes():
-            yield name, copy_to(tensors.read(name), torch.float32, torch.device("cpu"))
+        for name, value in tensors.items():
+            yield name, copy_to(value, torch.float32, torch.device("cpu"))
 
 
 def stored_size(family: Family, source: str, *, key: str, part: str | None = None) -> str | None:
@@ -239,19 +243,12 @@ def load_module(
     device: torch.device,
     key: str,
     part: str | None = None,
-    renamed: Mapping[str, str] = MappingProxyType({}),
+    layout: NameLayout = own_names,
 ) -> None:
-    """Load any other module (compressor, previewer, Stage A) in place, by its own names.
-
-    It may lie on the meta device. `renamed` are prefixes of stored names -> the module's.
-    """
-
-    def layout(names: Iterable[str]) -> dict[str, Stored]:
-        return {replace_prefix(name, renamed): Stored(name) for name in names}
-
+    """Load any other module (compressor, previewer, Stage A) in place; it may lie on the meta device."""
     with open_weights(source, key=key, part=part, layout=layout) as tensors:
         _check_shapes(module, tensors.shapes(), f"{key}={source}")
-        _put(module, tensors, dtype, device)
+        _put(module, tensors.items(), dtype, device)
 
 
 def check_dtypes(source: str, *, key: str) -> None:
@@ -263,18 +260,16 @@ def check_dtypes(source: str, *, key: str) -> None:
 def put_tensors(
     module: nn.Module, values: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device, origin: str
 ) -> None:
-    """Give a module on the meta device whole tensors under its own names; `origin` is for the ConfigError."""
+    """Give a module copies of whole tensors under its own names; `origin` is for the ConfigError."""
     _check_shapes(module, shapes_of(values), origin)
+    _put(module, values.items(), dtype, device)
+
+
+def _put(module: nn.Module, values: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device) -> None:
     materialise(module, device, dtype)
-    module.load_state_dict(values)
-
-
-def replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:
-    """Return a name with the first of the prefixes that it has replaced by its value."""
-    for old, new in prefixes.items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return name
+    memory = module.state_dict()
+    for name, value in values:
+        memory[name].copy_(value)
 
 
 def replace_parts(name: str, parts: Iterable[tuple[str, str]]) -> str:
@@ -282,11 +277,6 @@ def replace_parts(name: str, parts: Iterable[tuple[str, str]]) -> str:
     for old, new in parts:
         name = name.replace(old, new)
     return name
-
-
-def _put(module: nn.Module, tensors: StoredTensors, dtype: torch.dtype, device: torch.device) -> None:
-    values = {name: copy_to(tensors.read(name), dtype, device) for name in tensors.shapes()}
-    module.load_state_dict(values, assign=True)
 
 
 def _check_network(network: nn.Module, tensors: StoredTensors, origin: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import parsing, stored_mapping
 from cascade_train.models.control import Conditions, Control, ControlOptions, Steering, repeated
-from cascade_train.models.formats.export import module_around, quiet, read_back_error, replaced_directory
+from cascade_train.models.formats.export import check_equal_tensors, module_around, quiet, replaced_directory
 from cascade_train.models.formats.weights import check_fit, open_weights, shapes_of, write_tensors
 from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.initialize import ZEROS, DrawnValues, Fill, materialise, torch_rule
@@ -104,14 +104,15 @@ class UNetControl(Control):
         return steering
 
     def write(self, state: Mapping[str, Tensor], directory: Path) -> float:
-        """Write a folder that `ControlNetModel.from_pretrained` of diffusers loads; the error is of its features."""
+        """Write a folder that `ControlNetModel.from_pretrained` of diffusers loads, see `Save`."""
         config = {name: value for name, value in self.module.config.items() if not name.startswith("_")}
         network = module_around(lambda: ControlNetModel.from_config(config), state)
         with replaced_directory(directory) as partial, quiet():
             network.save_config(partial)
             write_tensors(partial / FILE_NAME, state, {"format": "pt", FILTER: json.dumps(self.options.filter)})
             loaded = ControlNetModel.from_pretrained(partial, torch_dtype=network.dtype)
-            return read_back_error(network, loaded.eval(), directory, _fixed_output)
+            check_equal_tensors(network.state_dict(), loaded.state_dict(), directory)
+        return 0.0
 
 
 def read_controlnet(
@@ -130,7 +131,7 @@ def read_controlnet(
                 f"{origin}: holds no control network of Stable Diffusion, but {', '.join(names[:2]) or 'nothing'}; "
                 "name a run of task=controlnet, or a folder or file of one"
             )
-        state = {name: tensors.read(name).float().clone() for name in names}
+        state = {name: value.float().clone() for name, value in tensors.items()}
     file = find_weight_files(source, key=key, part=PART)[0]
     config_file = stored_mapping(file.parent / "config.json")
     for name, usual in UNSEEN.items():
@@ -145,14 +146,3 @@ def read_controlnet(
             header = stored.metadata() or {}
     with parsing(f"{origin}:"):
         return state, json.loads(header[FILTER]) if FILTER in header else None
-
-
-@torch.no_grad()
-def _fixed_output(network: nn.Module) -> Tensor:
-    """Return the features of a fixed map, flat: what comes of them may still be zero."""
-    embedding: Any = network.get_submodule("controlnet_cond_embedding")
-    first, generator = embedding.conv_in, torch.Generator().manual_seed(0)
-    x_BCHW = torch.rand(1, first.in_channels, 16, 16, generator=generator).to(first.weight.dtype)
-    for layer in (first, *embedding.blocks):
-        x_BCHW = nn.functional.silu(layer(x_BCHW))
-    return x_BCHW.float().flatten()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from cascade_train.models.formats.export_lora import export_lora, lora_error, me
 from cascade_train.models.formats.lora_files import adapter_size, holds_lora, module_shapes, read_lora, refill_lora
 from cascade_train.models.lora import (
     ADAPTER,
-    StoredLora,
     adapted_layers,
     adapter_state,
     inject_lora,
@@ -33,14 +33,22 @@ from cascade_train.models.lora import (
     lora_spec,
     without_adapters,
 )
-from tests.unit.models.small_networks import load_lora, predict, small_network
-from tests.unit.models.test_lora_formats import comfyui_weights
+from tests.unit.models.small_networks import adapted, load_lora, predict, small_network, stored
+from tests.unit.models.test_lora_formats import RANKS
 
 predicted = partial(fixed_prediction, CASCADE)
 read_from = partial(read_lora, key="from", family=CASCADE)
 FILTERS = [".attn", "embedding", "channelwise"]
 """Linear layers of widths 32 and 128, and a convolution of one pixel."""
 
+ON = {"module_filters": FILTERS}
+NEW: dict[str, Any] = {"rank": 2, "alpha": 3.0, "dropout": 0.0, "seed": 0, **ON}
+
+LORAS = [
+    pytest.param({}, id="lora"),
+    pytest.param({"ranks": RANKS}, id="lora of several ranks"),
+]
+DORA = pytest.param({"dora": True}, id="dora")
 OTHERS = [
     pytest.param({"kind": "lokr"}, id="lokr"),
     pytest.param({"kind": "lokr", "factor": 4}, id="lokr of factor 4"),
@@ -51,33 +59,15 @@ OTHERS = [
 ]
 
 
-def inject(network: nn.Module, **changes: Any) -> list[str]:
-    options: Any = {"rank": 2, "alpha": 3.0, "dropout": 0.0, "module_filters": FILTERS, "seed": 0}
-    return inject_lora(network, **options | changes)
-
-
-def adapted(network: CascadeUNet | None = None, **changes: Any) -> CascadeUNet:
-    """Return a network whose adapters are not zero."""
-    network = small_network() if network is None else network
-    inject(network, **changes)
-    generator = torch.Generator().manual_seed(0)
-    for _, layer in adapted_layers(network):
-        for parameter in layer_parts(layer).values():
-            parameter.data.normal_(0.0, 0.5, generator=generator)
-    return network.eval()
-
-
-def stored(network: CascadeUNet, **more: Any) -> StoredLora:
-    return StoredLora(spec=lora_spec(network), state=adapter_state(network.state_dict()), **more)
-
-
 def kronecker(first: Tensor, second: Tensor) -> Tensor:
     """Return the Kronecker product by its definition: block (i, j) is first[i, j] times the second matrix."""
     return torch.cat([torch.cat([value * second for value in row], 1) for row in first])
 
 
 def by_the_paper(kind: str, parts: dict[str, Tensor], scale: float) -> Tensor:
-    """Return (out, in * kernel): LyCORIS (Yeh et al. 2024), equations 4 and 6, times alpha / rank."""
+    """Return (out, in * kernel): LoRA (Hu et al. 2021), LyCORIS (Yeh et al. 2024, equations 4 and 6)."""
+    if kind == "lora":
+        return scale * parts["lora_B.weight"].flatten(1) @ parts["lora_A.weight"].flatten(1)
     if kind == "loha":
         products = (parts[f"hada_w{n}_a"] @ parts[f"hada_w{n}_b"] for n in (1, 2))
         return scale * torch.stack([*products]).prod(0)
@@ -86,16 +76,14 @@ def by_the_paper(kind: str, parts: dict[str, Tensor], scale: float) -> Tensor:
     return scale * kronecker(parts["lokr_w1"], second)
 
 
-@pytest.mark.parametrize("changes", OTHERS)
+@pytest.mark.parametrize("changes", [*LORAS, *OTHERS])
 def test_weights_change_as_the_paper_says(changes: dict[str, Any]) -> None:
-    network, base, plain = adapted(**changes), predicted(small_network()), small_network()
-    lora = stored(network)
-    assert (lora.spec.kind, lora.spec.alpha) == (changes["kind"], 3.0)
+    network, base, plain = adapted(**ON | changes), predicted(small_network()), small_network()
+    lora, kind = stored(network), changes.get("kind", "lora")
+    assert lora.spec.kind == kind
     for name, parts in by_module(lora.state).items():
         weight = plain.get_parameter(f"{name}.weight")
-        rank = len(parts.get("hada_w1_b", range(lora.spec.rank)))
-        assert rank == (1 if "to_q" in name else 4 if "embedding" in name else 2) or "ranks" not in changes
-        weight.data += by_the_paper(changes["kind"], parts, 3.0 / rank).view(weight.shape)
+        weight.data += by_the_paper(kind, parts, lora.spec.of(name).scale).view(weight.shape)
     torch.testing.assert_close(predicted(network), predicted(plain), atol=1e-5, rtol=1e-4)
     assert (predicted(network) - base).abs().max() > 0.1
     merged = small_network()
@@ -107,11 +95,8 @@ def test_weights_change_as_the_paper_says(changes: dict[str, Any]) -> None:
 
 def test_a_convolution_of_three_pixels_is_changed_at_each_of_them() -> None:
     for kind in ("lokr", "loha"):
-        network = nn.Sequential(nn.Conv2d(8, 16, 3))
-        inject(network, kind=kind, module_filters=None, rank=1)
+        network = adapted(nn.Sequential(nn.Conv2d(8, 16, 3)), kind=kind, module_filters=None, rank=1)
         (layer,) = (layer for _, layer in adapted_layers(network))
-        for parameter in layer_parts(layer).values():
-            parameter.data.normal_()
         parts = {name: value.data for name, value in layer_parts(layer).items()}
         expected = by_the_paper(kind, parts, 3.0).view(16, 8, 3, 3)
         torch.testing.assert_close(layer.get_delta_weight(ADAPTER).data, expected)
@@ -120,17 +105,17 @@ def test_a_convolution_of_three_pixels_is_changed_at_each_of_them() -> None:
         torch.testing.assert_close(network(x), with_it, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("changes", OTHERS)
+@pytest.mark.parametrize("changes", [*LORAS, pytest.param({"init": "original"}, id="lora as the original's"), *OTHERS])
 def test_new_adapters_leave_the_prediction_and_train_in_fp32_on_a_bf16_base(changes: dict[str, Any]) -> None:
     network = small_network().bfloat16()
     before, state = predict(network, dtype=torch.bfloat16), torch.get_rng_state()
-    inject(network, **changes)
+    inject_lora(network, **NEW | changes)
     assert torch.equal(torch.get_rng_state(), state)
     pred = predict(network, dtype=torch.bfloat16)
     assert torch.equal(pred, before)
     pred.float().square().mean().backward()
     trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
-    assert all(f".{KINDS[changes['kind']].prefix}" in name for name in trained)
+    assert all(f".{KINDS[changes.get('kind', 'lora')].prefix}" in name for name in trained)
     assert all(p.dtype == torch.float32 and p.grad is not None for p in trained.values())
     assert any(p.grad.abs().sum() > 0 for p in trained.values())
     assert all(p.grad is None and p.dtype == torch.bfloat16 for p in network.parameters() if not p.requires_grad)
@@ -141,7 +126,9 @@ def test_first_values_are_those_of_lycoris_and_depend_on_seed_and_name_alone() -
     wide, networks = {"block_out_channels": [64, 64]}, {}
     for kind in ("lokr", "loha"):
         for seed in (0, 0, 1):
-            inject(network := small_network(**wide), kind=kind, seed=seed, module_filters=["to_q"])
+            inject_lora(
+                network := small_network(**wide), **NEW | {"kind": kind, "seed": seed, "module_filters": ["to_q"]}
+            )
             networks.setdefault(kind, []).append(adapter_state(network.state_dict()))
         one, same, other = networks[kind]
         assert all(torch.equal(value, same[name]) for name, value in one.items())
@@ -163,40 +150,44 @@ def test_first_values_are_those_of_lycoris_and_depend_on_seed_and_name_alone() -
 TEXT = "text_model.encoder.layers.0.self_attn.q_proj"
 
 
-def text_adapters(kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    spec = lora_spec(adapted(kind=kind, **options))
-    shapes = KINDS[kind].shapes(spec, spec.rank, (24, 24))
-    return {f"{TEXT}.{part}": torch.randn(shape) for part, shape in shapes.items()}
-
-
-@pytest.mark.parametrize("changes", OTHERS)
+@pytest.mark.parametrize("changes", [*LORAS, DORA, *OTHERS])
 @pytest.mark.parametrize("format", ["peft", "single", "comfyui", "kohya"])
 def test_every_file_is_read_as_it_was_written_with_the_text_encoder(
     changes: dict[str, Any], format: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    network, kind = adapted(**changes), changes["kind"]
-    text = text_adapters(kind, {key: value for key, value in changes.items() if key != "kind"})
-    lora, out = stored(network, text_encoder=text), tmp_path / ("lora" if format == "peft" else "a.safetensors")
+    network, kind = adapted(**ON | changes), changes.get("kind", "lora")
+    spec, own = lora_spec(network), {}
+    if "ranks" in changes:
+        own = {"ranks": spec.ranks | {f"text_encoder.{TEXT}": 2}, "alphas": spec.alphas | {f"text_encoder.{TEXT}": 0.1}}
+    shapes = KINDS[kind].shapes(spec, 2 if own else spec.rank, (24, 24))
+    text = {f"{TEXT}.{part}": torch.randn(shape) for part, shape in shapes.items()}
+    lora = replace(stored(network, text), spec=replace(spec, **own))
+    out = tmp_path / ("lora" if format == "peft" else "a.safetensors")
     assert export_lora(lora, network, out, format=format, metadata={}) < 1e-6
     assert holds_lora(str(out))
     found = read_from(str(out), modules=module_shapes(network))
-    assert found.spec.kind == kind
-    assert found.text_encoder.keys() == text.keys()
+    assert (found.spec.kind, found.spec.dora) == (kind, spec.dora)
+    assert found.by_root()["text_encoder"].keys() == text.keys()
     assert lora_error(lora, found, out) < 1e-6
+    if kind != "lokr":  # whose other scales go into the first matrix
+        names = [*by_module(lora.state)]
+        at = {"rel": 1e-7} if format in ("comfyui", "kohya") else {"rel": 0.0}  # whose alphas are fp32
+        assert [found.spec.of(name) for name in names] == [pytest.approx(lora.spec.of(name), **at) for name in names]
     fresh = small_network()
     load_lora(fresh, str(out))
     torch.testing.assert_close(predicted(fresh), predicted(network), atol=1e-5, rtol=1e-5)
-    if format in ("peft", "single"):
+    if not own and (kind != "lokr" or format in ("peft", "single")):
         other = small_network()
-        inject(other, **changes, seed=7)
+        inject_lora(other, **NEW | changes | {"seed": 7})
         refill_lora(other, str(out), key="task.weights", module_filters=FILTERS)
         assert torch.equal(predicted(other.eval()), predicted(network))
+        assert all(p.requires_grad == (f".{KINDS[kind].prefix}" in name) for name, p in other.named_parameters())
 
 
-@pytest.mark.parametrize("changes", OTHERS)
+@pytest.mark.parametrize("changes", [*LORAS, DORA, *OTHERS])
 def test_peft_itself_loads_a_folder(changes: dict[str, Any], tmp_path: Path) -> None:
-    network = adapted(**changes)
+    network = adapted(**ON | changes)
     save_lora(stored(network), CASCADE, network.config, tmp_path / "lora", {})
     plain = build_plain_network(CASCADE, network.config, small_network().state_dict())
     loaded = PeftModel.from_pretrained(plain, str(tmp_path / "lora")).get_base_model().eval()
@@ -204,18 +195,31 @@ def test_peft_itself_loads_a_folder(changes: dict[str, Any], tmp_path: Path) -> 
 
 
 def test_a_folder_of_lokr_with_ranks_of_their_own_is_refused(tmp_path: Path) -> None:
-    network, config = adapted(kind="lokr"), tmp_path / "lora" / "adapter_config.json"
+    network, config = adapted(**ON, kind="lokr"), tmp_path / "lora" / "adapter_config.json"
     save_lora(stored(network), CASCADE, network.config, tmp_path / "lora", {})
     config.write_text(json.dumps(json.loads(config.read_text()) | {"alpha_pattern": {"to_q": 5.0}}))
     with pytest.raises(ConfigError, match="LoKr adapters have ranks or alphas of their own .* train them anew"):
         read_from(str(tmp_path / "lora"), modules=module_shapes(network))
 
 
+def comfyui_weights(network: CascadeUNet) -> list[str]:
+    """Return the weights of ComfyUI's Stage C: those of diffusers below `attention.attn`, the output as `out_proj`."""
+    names = [name for name in network.state_dict() if name.endswith(".weight")]
+    names = [name.replace("attention.to_out.0", "attention.attn.out_proj") for name in names]
+    return [name.replace("attention.to_", "attention.attn.to_") for name in names]
+
+
 def in_comfyui(file: dict[str, Tensor], stem: str, shape: torch.Size) -> Tensor:
-    """Return what is added to a weight by ComfyUI, comfy/weight_adapter/lokr.py and loha.py at 179c2d3 and 17adbb5."""
+    """Return what is added to a weight by ComfyUI, comfy/weight_adapter/lora.py, lokr.py and loha.py.
+
+    At 179c2d3 and 17adbb5.
+    """
     own = {name.removeprefix(f"{stem}."): value for name, value in file.items() if name.startswith(f"{stem}.")}
     alpha, dim = own["alpha"], None
-    if "hada_w1_a" in own:
+    if "lora_up.weight" in own:
+        dim = len(own["lora_down.weight"])
+        change = own["lora_up.weight"].flatten(1) @ own["lora_down.weight"].flatten(1)
+    elif "hada_w1_a" in own:
         dim = len(own["hada_w1_b"])
         change = (own["hada_w1_a"] @ own["hada_w1_b"]) * (own["hada_w2_a"] @ own["hada_w2_b"])
     else:
@@ -230,9 +234,9 @@ def in_comfyui(file: dict[str, Tensor], stem: str, shape: torch.Size) -> Tensor:
     return (change if dim is None else alpha / dim * change).reshape(shape)
 
 
-@pytest.mark.parametrize("changes", OTHERS)
+@pytest.mark.parametrize("changes", [*LORAS, *OTHERS])
 def test_comfyui_computes_from_its_file_what_the_adapted_network_does(changes: dict[str, Any], tmp_path: Path) -> None:
-    network, plain, out = adapted(**changes), small_network(), tmp_path / "lora.safetensors"
+    network, plain, out = adapted(**ON | changes), small_network(), tmp_path / "lora.safetensors"
     export_lora(stored(network), network, out, format="comfyui", metadata={})
     file, used = load_file(out), 0
     weights = [name for name in plain.state_dict() if name.endswith(".weight")]
@@ -245,8 +249,11 @@ def test_comfyui_computes_from_its_file_what_the_adapted_network_does(changes: d
     torch.testing.assert_close(predicted(plain), predicted(network), atol=1e-5, rtol=1e-4)
     with safe_open(out, "pt") as opened:
         header = opened.metadata()
-    assert header["ss_network_module"] == "lycoris.kohya"
-    assert json.loads(header["ss_network_args"]) == {"algo": changes["kind"], "factor": changes.get("factor", -1)}
+    if "kind" in changes:
+        assert header["ss_network_module"] == "lycoris.kohya"
+        assert json.loads(header["ss_network_args"]) == {"algo": changes["kind"], "factor": changes.get("factor", -1)}
+    else:
+        assert header["ss_network_module"] == "networks.lora"
 
 
 FOREIGN = {
@@ -340,9 +347,9 @@ def test_files_that_are_not_read_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_adapters_of_another_kind_and_the_originals_layout_are_refused(tmp_path: Path) -> None:
-    network, other = adapted(kind="lokr"), small_network()
+    network, other = adapted(**ON, kind="lokr"), small_network()
     save_lora(stored(network), CASCADE, network.config, tmp_path / "lora", {})
-    inject(other, kind="loha")
+    inject_lora(other, **NEW, kind="loha")
     with pytest.raises(ConfigError, match=r"task\.weights=.*: its adapters are of another kind; set task\.kind=lokr"):
         refill_lora(other, str(tmp_path / "lora"), key="task.weights", module_filters=FILTERS)
     with pytest.raises(ConfigError, match=r"no place for adapters of another kind \(task\.kind=lokr\); choose another"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.image_quality import FeatureDistance
+from cascade_train.models.cascade.latent_codec import VQGAN
 from cascade_train.models.initialize import Fill, fill_
 from cascade_train.models.networks.discriminator import build_discriminator
 from cascade_train.tasks.vqgan import count_codes, revive, unused_since
@@ -53,7 +52,7 @@ def test_latents_and_pictures_have_their_shapes_and_ranges(stage: Any, images: t
     assert stage.encode(images[:1]).shape == (1, 4, 8, 12)
 
 
-def test_statistics_of_norms_stay_fp32_where_weights_are_bf16(images: torch.Tensor) -> None:
+def test_statistics_of_norms_and_what_is_made_stay_fp32_where_weights_are_bf16(images: torch.Tensor) -> None:
     stage = make_stage("a_tiny")
     stage.build(device=CPU, network_dtype=torch.bfloat16, frozen_dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in stage.network.parameters()} == {torch.bfloat16}
@@ -63,6 +62,8 @@ def test_statistics_of_norms_stay_fp32_where_weights_are_bf16(images: torch.Tens
     exact = make_stage("a_tiny")
     exact.build(device=CPU, network_dtype=torch.float32, frozen_dtype=torch.float32)
     torch.testing.assert_close(stage.encode(images), exact.encode(images), rtol=0.1, atol=0.05)
+    made = stage.network(images, quantised_B=torch.tensor([True, True]))
+    assert made.latent_BChw.dtype == made.image_BCHW.dtype == made.code_BChw.dtype == torch.float32
 
 
 def test_the_scale_divides_latents_and_leaves_pictures_alone(stage: Any, images: torch.Tensor) -> None:
@@ -101,17 +102,6 @@ def test_a_sample_does_not_depend_on_its_neighbours_in_train_mode(stage: Any, im
     assert all(torch.equal(buffer, before[name]) for name, buffer in stage.network.named_buffers())
 
 
-@torch.no_grad()
-def test_compute_in_bf16_comes_near(stage: Any, images: torch.Tensor) -> None:
-    half = copy.deepcopy(stage.network)
-    for parameter in half.parameters():
-        parameter.data = parameter.data.bfloat16()
-    everyone = torch.tensor([True, True])
-    exact, rounded = (network(images, quantised_B=everyone) for network in (stage.network, half))
-    assert rounded.latent_BChw.dtype == rounded.image_BCHW.dtype == rounded.code_BChw.dtype == torch.float32
-    torch.testing.assert_close(rounded.latent_BChw, exact.latent_BChw, rtol=0.05, atol=0.02)
-
-
 def test_recomputation_does_not_change_gradients(stage: Any, images: torch.Tensor) -> None:
     parameters, gradients = list(stage.network.parameters()), []
     for enabled in (False, True):
@@ -130,7 +120,9 @@ def test_units_are_the_residual_blocks(stage: Any) -> None:
     stage.set_attention("math")
 
 
-def test_the_originals_file_and_a_run_load(stage: Any, images: torch.Tensor, tmp_path: Path) -> None:
+def test_the_originals_file_and_a_run_load_as_a_stage_and_frozen(
+    stage: Any, images: torch.Tensor, tmp_path: Path
+) -> None:
     state = stage.network.state_dict()
     renamed = {name.replace("vquantizer.embedding.", "vquantizer.codebook."): value for name, value in state.items()}
     save_file(renamed, tmp_path / "stage_a.safetensors")
@@ -139,20 +131,20 @@ def test_the_originals_file_and_a_run_load(stage: Any, images: torch.Tensor, tmp
     for source in (tmp_path / "stage_a.safetensors", tmp_path):
         loaded = build_stage("a_tiny", {"weights": str(source)})
         assert torch.equal(loaded.encode(images), stage.encode(images))
+        frozen = VQGAN(weights=str(source), **stage.arguments)
+        frozen.build(device=CPU)
+        assert not frozen.module.training
+        latent = frozen.encode(images)
+        torch.testing.assert_close(latent, stage.encode(images))
+        torch.testing.assert_close(frozen.decode(latent).clamp(0, 1), stage.decode(latent))
+        assert not latent.requires_grad
+        assert not frozen.decode(latent).requires_grad
     with pytest.raises(ConfigError, match=r"model.weights=.*not the weights of this model|this model needs"):
         build_stage("a_tiny", {"weights": str(tmp_path), "embed_dim": 32})
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"image_size": 98}, r"model.image_size=98: .* of 4 pixels, 2 to the power of model.levels"),
-        ({"scale_factor": 0.0}, r"model.scale_factor=0.0 must be greater than 0"),
-    ],
-)
-def test_what_does_not_divide_is_refused(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(Exception, match=message):
-        make_stage("a_tiny", changed)
+    with pytest.raises(ConfigError, match="model.stage_a.weights=.*this model needs"):
+        VQGAN(weights=str(tmp_path), **stage.arguments | {"embed_dim": 32}).build(device=CPU)
+    with pytest.raises(ValueError, match="stage_a.scale_factor=0.0 must be greater than 0"):
+        VQGAN(weights=None, **stage.arguments | {"scale_factor": 0.0})
 
 
 def test_codes_are_counted_and_dead_ones_revived_in_order() -> None:
@@ -174,25 +166,3 @@ def test_a_discriminator_scores_patches_sample_by_sample() -> None:
     torch.testing.assert_close(discriminator(images[:1]), scores[:1])
     again = build_discriminator(channels=8, layers=2, seed=0, device=CPU)
     assert torch.equal(again(images), scores)
-
-
-def test_the_distance_of_features_is_zero_at_the_original_and_has_a_gradient(tmp_path: Path) -> None:
-    from torchvision.models.vgg import cfgs, make_layers
-
-    torch.manual_seed(0)
-    state = {f"features.{name}": value for name, value in make_layers(cfgs["D"]).state_dict().items()}
-    save_file(state, tmp_path / "vgg.safetensors")
-    distance = FeatureDistance(str(tmp_path / "vgg.safetensors"), device=CPU)
-    images = torch.rand(2, 3, 16, 24)
-    assert distance(images, images).tolist() == [0.0, 0.0]
-    other = torch.rand(2, 3, 16, 24, requires_grad=True)
-    found = distance(other, images)
-    assert found.shape == (2,)
-    assert (found > 0).all()
-    found.sum().backward()
-    assert other.grad.abs().sum() > 0
-    save_file({"features.0.weight": state["features.0.weight"]}, tmp_path / "part.safetensors")
-    with pytest.raises(
-        ConfigError, match=r"objective.perceptual.weights=.*VGG-16 \(25 missing: 0.bias, .*give .*, or null"
-    ):
-        FeatureDistance(str(tmp_path / "part.safetensors"), device=CPU)

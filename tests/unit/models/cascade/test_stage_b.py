@@ -9,7 +9,7 @@ from torch.nn import functional
 from cascade_train.models.cascade.stage_b import Drawn
 from cascade_train.models.stage import Stage
 from tests.unit.models.stage_contract import StageContract
-from tests.unit.models.stages import LEVELLED, build_stage, make_stage, random_weights
+from tests.unit.models.stages import LEVELLED, build_stage
 from tests.unit.tasks.task_contract import make_batch
 
 SHRINKING = {**LEVELLED, "shrink_range": [0.3, 1.0], "image_size": 128}
@@ -77,11 +77,6 @@ def test_semantic_latents_get_noise_of_their_own_in_training_alone() -> None:
     assert torch.equal(stage.conditions(tokens, images)["effnet"], stage.semantic_compressor.encode(images))
 
 
-def test_noise_is_no_negative_number() -> None:
-    with pytest.raises(ValueError, match=r"semantic_noise=-0.1: is a standard deviation, give 0 or more"):
-        make_stage("b_tiny", {"semantic_noise": -0.1})
-
-
 def test_neighbours_of_another_size_do_not_change_a_prediction(shrinking: Any) -> None:
     images, tokens = torch.rand(2, 3, 128, 160), shrinking.tokenize(["a", "b"])
     noised, ratio = torch.randn(2, *shrinking.latent_shape(128, 160)), torch.tensor([0.3, 0.6])
@@ -106,29 +101,3 @@ def test_sizes_that_levels_cannot_halve_keep_their_shape(size: tuple[int, int]) 
     latent = stage.encode(images)
     pred = stage.predict(latent, torch.tensor([0.5]), stage.conditions(stage.tokenize(["a"]), images))
     assert pred.shape == latent.shape
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"image_size": 100}, "model.image_size=100: must be a multiple of 32"),
-        ({"shrink_range": [0.0, 1.0]}, "give the smallest and the largest factor"),
-        ({"shrink_range": [0.8, 0.5]}, "give the smallest and the largest factor"),
-        ({"network": {"in_channels": 8}}, "network.in_channels=8: must equal model.stage_a.latent_channels=4"),
-        ({"network": {"effnet_in_channels": 4}}, "must equal model.semantic_compressor.latent_channels=16"),
-        ({"network": {"clip_text_pooled_in_channels": 64}}, "must equal model.text_encoder.projection_dim=128"),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_stage("b_tiny", change)
-
-
-@pytest.mark.parametrize(("model", "parameters"), [("b_3b", 1_562_941_136), ("b_700m", 699_471_248)])
-def test_published_sizes_have_the_published_parameters(model: str, parameters: int) -> None:
-    stage = make_stage(model, random_weights())
-    network = stage.network_config.build()
-    assert sum(parameter.numel() for parameter in network.parameters()) == parameters
-    assert stage.latent_shape(1024, 1024) == (4, 256, 256)
-    assert stage.stage_a.weights is None
-    assert stage.text_encoder.weights is None

@@ -17,16 +17,13 @@ from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.formats import names
 from cascade_train.models.cascade.formats.names import original_state
-from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats import export_lora as export_lora_module
 from cascade_train.models.formats.export import build_plain_network, fixed_prediction, save_network
 from cascade_train.models.formats.export_lora import export_lora, merge_all
-from cascade_train.models.formats.lora_files import adapter_size, holds_lora, module_shapes, read_lora
+from cascade_train.models.formats.lora_files import adapter_size, holds_lora
 from cascade_train.models.formats.weights import load_state, stored_size
-from cascade_train.models.lora import inject_lora
-from tests.unit.models import small_networks
-from tests.unit.models.small_networks import SMALL_B, empty_network, load_lora, small_network
-from tests.unit.models.test_lora_formats import TOKENS, adapted, stored
+from tests.unit.models.small_networks import SMALL_B, adapted, empty_network, load_lora, small_network, stored
+from tests.unit.models.test_lora_formats import FERNANDO, RANKS, TOKENS
 
 predicted = partial(fixed_prediction, CASCADE)
 
@@ -37,10 +34,14 @@ def test_a_single_file_has_the_original_names_and_comes_back(stage: str, tmp_pat
     state = {name: value.bfloat16() for name, value in network.state_dict().items()}
     out = tmp_path / "stage.safetensors"
     assert save_network(CASCADE, state, network.config, out, format="original") < 1e-2
-    found, expected = load_file(out), small_networks.original_state(state)
-    assert found.keys() == expected.keys()
+    found = load_file(out)
     assert ("clip_mapper.weight" in found) == (stage == "b")
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert not any(".to_" in name for name in found)
+    for stem in {name.removesuffix("to_q.bias") for name in state if name.endswith("to_q.bias")}:
+        for leaf in ("weight", "bias"):
+            fused = torch.cat([state[f"{stem}to_{p}.{leaf}"] for p in "qkv"])
+            assert torch.equal(found[f"{stem}attn.in_proj_{leaf}"], fused)
+            assert torch.equal(found[f"{stem}attn.out_proj.{leaf}"], state[f"{stem}to_out.0.{leaf}"])
     fresh = empty_network(**(SMALL_B if stage == "b" else {}))
     back = load_state(fresh, str(out), dtype=None, key="from")
     assert all(value.dtype == torch.bfloat16 and torch.equal(value, state[name]) for name, value in back.items())
@@ -86,7 +87,7 @@ def test_sizes_are_told_from_the_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CASCADE.lora_formats)
 def test_adapters_go_out_in_every_format(name: str, tmp_path: Path) -> None:
-    network = adapted([".attn", "embedding", "channelwise.0"])
+    network = adapted(module_filters=[".attn", "embedding", "channelwise.0"], ranks=RANKS)
     out = tmp_path / ("lora" if name == "peft" else "lora.safetensors")
     assert export_lora(stored(network, tokens=TOKENS), network, out, format=name, metadata={"run": "mine"}) < 1e-5
     assert holds_lora(str(out))
@@ -96,7 +97,10 @@ def test_adapters_go_out_in_every_format(name: str, tmp_path: Path) -> None:
     for fresh in (build_plain_network(CASCADE, network.config, small_network().state_dict()), base):
         load_lora(fresh, str(out))
         torch.testing.assert_close(predicted(fresh), predicted(network), atol=1e-5, rtol=1e-6)
-    assert (tmp_path / "lora.embeddings" / "fernando.safetensors").is_file() == (name in ("comfyui", "kohya"))
+    embeddings = tmp_path / "lora.embeddings"
+    assert embeddings.is_dir() == (name in ("comfyui", "kohya"))
+    if embeddings.is_dir():
+        assert torch.equal(load_file(embeddings / "fernando.safetensors")["clip_g"], FERNANDO.rows)
 
 
 def test_adapters_that_read_back_differently_never_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +110,7 @@ def test_adapters_that_read_back_differently_never_appear(tmp_path: Path, monkey
     targets = tuple(name for name in lora.spec.targets if f"{name}.lora_A.weight" in fewer)
     for changes, reason in (
         ({"state": {name: value + 1e-3 for name, value in lora.state.items()}}, "reads back with a relative error of"),
-        ({"tokens": None}, "trained tokens read back"),
+        ({"tokens": {}}, "trained tokens read back"),
         ({"state": fewer, "spec": replace(lora.spec, targets=targets)}, "other modules are adapted"),
     ):
         other = replace(lora, **changes)
@@ -120,13 +124,13 @@ def test_adapters_that_read_back_differently_never_appear(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_merged_weights_predict_what_the_adapted_network_does(dora: bool, tmp_path: Path) -> None:
-    network = adapted([".attn", "embedding", "channelwise", "clf", "upscalers"], dora=dora)
+    network = adapted(module_filters=[".attn", "embedding", "channelwise", "clf", "upscalers"], dora=dora)
     source = tmp_path / "lora.safetensors"
     export_lora(stored(network), network, source, format="single", metadata={})
     plain = small_network()
     before = {name: value.clone() for name, value in plain.state_dict().items()}
     merge_all(plain, plain.state_dict(), [str(source)], [1.0], key="lora")
-    torch.testing.assert_close(predicted(plain), predicted(network), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(predicted(plain), predicted(network), atol=1e-4, rtol=1e-4)
     full = {name: value.clone() for name, value in plain.state_dict().items()}
     half = small_network()
     merge_all(half, half.state_dict(), [str(source), str(source)], [0.75, -0.25], key="lora")
@@ -145,15 +149,6 @@ def test_a_merge_says_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         merge_all(plain, plain.state_dict(), [str(source)], [1.0], key="lora")
     assert "only what belongs to the network is merged" in caplog.text
-
-
-def test_a_network_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
-    big: CascadeUNet = small_network(block_out_channels=[4, 1536])
-    lora_path = tmp_path / "lora.safetensors"
-    inject_lora(big, rank=1, alpha=1.0, dropout=0.0, module_filters=["down_blocks.1.2.attention.to_q"], seed=0)
-    export_lora(stored(big), big, lora_path, format="kohya", metadata={})
-    with pytest.raises(ConfigError, match="the adapter belongs to Stage C 1B, but the network is of another size"):
-        read_lora(str(lora_path), key="lora", family=CASCADE, modules=module_shapes(small_network()))
 
 
 def test_adapters_are_not_taken_for_weights(tmp_path: Path) -> None:

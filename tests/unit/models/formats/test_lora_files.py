@@ -18,13 +18,12 @@ from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.export_lora import save_lora
 from cascade_train.models.formats.lora_files import ADAPTER_CONFIG, ADAPTER_FILE, SINGLE_FILE, write_single_file
 from cascade_train.models.lora import LoraSpec, StoredLora, lora_spec
-from tests.unit.models.small_networks import empty_network, load_lora, predict, small_network
-from tests.unit.models.test_lora_formats import adapted, stored
+from tests.unit.models.small_networks import adapted, empty_network, load_lora, predict, small_network, stored
 
 
 @pytest.fixture(scope="module")
 def trained() -> CascadeUNet:
-    return adapted([".attn", "embedding"])
+    return adapted(module_filters=[".attn", "embedding"])
 
 
 @pytest.fixture(scope="module")

@@ -79,14 +79,6 @@ def test_where_dropout_acts_changes_training_alone(network: CascadeUNet) -> None
     assert not torch.allclose(*results)
 
 
-@pytest.mark.parametrize("where", ["probabilities", "output"])
-def test_kernels_agree_with_each_other(where: str) -> None:
-    network = filled_network(dropout=[0.5, 0.5], attention_dropout=where).eval()
-    expected = predict(network)
-    network.set_attention("math")
-    torch.testing.assert_close(predict(network), expected, atol=1e-5, rtol=1e-4)
-
-
 def test_a_chosen_kernel_reaches_every_block() -> None:
     network = filled_network(attention_dropout="output")
     network.set_attention("math")

@@ -91,7 +91,8 @@ def read_original(
         state |= _split(place, down, up, modules, origin)
     rank = tensors["weights.0.lora_down"].shape[0]
     spec = LoraSpec(rank=rank, alpha=1.0, targets=tuple(n for p in places for n in p.ours), base_size=None)
-    return StoredLora(spec=spec, state=state, tokens=_read_tokens(header, tensors, origin))
+    tokens = _read_tokens(header, tensors, origin)
+    return StoredLora(spec=spec, state=state, tokens={} if tokens is None else {"text_encoder": tokens})
 
 
 def _split(place: Place, down: Tensor, up: Tensor, modules: Mapping[str, Shape], origin: str) -> dict[str, Tensor]:
@@ -143,10 +144,10 @@ def write_original(path: Path, lora: StoredLora, modules: Mapping[str, Shape], m
         tensors[f"weights.{index}.lora_down"] = torch.cat([down, down.new_zeros(missing, down.shape[1])])
         tensors[f"weights.{index}.lora_up"] = rank * torch.cat([up, up.new_zeros(up.shape[0], missing)], dim=1)
     header = {"rank": str(rank), "alpha": "1", "modules": json.dumps([place.name for place in places])}
-    if lora.tokens is not None:
-        tensors["embeddings.embeddings"] = lora.tokens.rows.contiguous()
-        tensors["embeddings.indices"] = torch.tensor(lora.tokens.ids)
-        header["tokens"] = json.dumps(lora.tokens.strings)
+    for tokens in lora.tokens.values():
+        tensors["embeddings.embeddings"] = tokens.rows.contiguous()
+        tensors["embeddings.indices"] = torch.tensor(tokens.ids)
+        header["tokens"] = json.dumps(tokens.strings)
     write_tensors(path, tensors, {**metadata, **header, "base_size": lora.spec.base_size or ""})
 
 
@@ -156,13 +157,14 @@ def _inexpressible(lora: StoredLora, modules: Mapping[str, Shape]) -> str | None
         return f"adapters of another kind (task.kind={lora.spec.kind})"
     if lora.spec.dora:
         return "weights that are decomposed (dora)"
-    if lora.text_encoder:
+    if len(lora.by_root()) > 1:
         return "adapters of the text encoder"
     if any(max(modules[name][2:], default=1) > 1 for name in lora.spec.targets):
         return "convolutions that are larger than one pixel"
-    if lora.tokens is not None and not all(lora.tokens.is_new):
+    tokens = lora.tokens.values()
+    if not all(is_new for each in tokens for is_new in each.is_new):
         return "tokens that the vocabulary held before"
-    if lora.tokens is not None and not all(_BRACKETED.fullmatch(string) for string in lora.tokens.strings):
+    if not all(_BRACKETED.fullmatch(string) for each in tokens for string in each.strings):
         return "new tokens without brackets such as [name]"
     return None
 

@@ -32,42 +32,27 @@ def map_keys(stored_names: Iterable[str]) -> dict[str, Stored]:
     return mapped
 
 
-def original_layout(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return the original's name of each tensor -> diffusers' names of the parts whose rows make it up.
-
-    The inverse of `map_keys`; in the original's order except for the mappers of the conditions.
-    """
+def foreign_names(names: Iterable[str]) -> dict[str, str]:
+    """Return what the original calls the modules or tensors of a network, q, k and v apart, as adapters name them."""
     names = list(names)
-    is_stage_b = "clip_txt_mapper.weight" not in names
-    layout: dict[str, tuple[str, ...]] = {}
+    is_stage_b = not any(name.startswith("clip_txt_mapper") for name in names)
+    found = {}
     for name in names:
-        stem, found, leaf = name.partition(".attention.to_q.")
-        if found:
-            layout[f"{stem}.attention.attn.in_proj_{leaf}"] = tuple(f"{stem}.attention.to_{p}.{leaf}" for p in "qkv")
-        elif ".attention.to_k." in name or ".attention.to_v." in name:
-            continue
-        elif is_stage_b and name.startswith("clip_txt_pooled_mapper."):
-            layout["clip_mapper." + name.removeprefix("clip_txt_pooled_mapper.")] = (name,)
-        else:
-            layout[name.replace(".attention.to_out.0.", ".attention.attn.out_proj.")] = (name,)
-    return layout
+        there = name.replace(".attention.to_", ".attention.attn.to_").replace(".attn.to_out.0", ".attn.out_proj")
+        found[name] = re.sub("^clip_txt_pooled_mapper", "clip_mapper", there) if is_stage_b else there
+    return found
 
 
 def original_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a network's tensors under the original's names, q, k and v in one; the others share memory."""
-    return {
-        name: (torch.cat([state[part] for part in parts]) if len(parts) > 1 else state[parts[0]]).contiguous()
-        for name, parts in original_layout(state).items()
-    }
+    """Return a network's tensors under the original's names, q, k and v in one; the others share memory.
 
-
-def foreign_names(modules: Iterable[str]) -> dict[str, str]:
-    """Return what the original's networks call the modules of a network, q, k and v apart, as adapters name them."""
-    modules = list(modules)
-    is_stage_b = "clip_txt_mapper" not in modules
-    found = {}
-    for name in modules:
-        there = name.replace(".attention.to_out.0", ".attention.attn.out_proj")
-        there = there.replace(".attention.to_", ".attention.attn.to_")
-        found[name] = "clip_mapper" if is_stage_b and name == "clip_txt_pooled_mapper" else there
+    The inverse of `map_keys`; in the original's order except for the mappers of the conditions.
+    """
+    found: dict[str, Tensor] = {}
+    for name, there in foreign_names(state).items():
+        stem, _, leaf = there.partition("attn.to_q.")
+        if leaf:
+            found[f"{stem}attn.in_proj_{leaf}"] = torch.cat([state[name.replace("to_q", f"to_{p}")] for p in "qkv"])
+        elif ".attn.to_" not in there:
+            found[there] = state[name].contiguous()
     return found

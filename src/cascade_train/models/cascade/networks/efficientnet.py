@@ -93,7 +93,7 @@ def _read(source: str, key: str) -> dict[str, Tensor]:
         found = _download(key)
     else:
         with open_weights(source, key=key) as tensors:
-            found = {name: tensors.read(name).clone() for name in tensors.shapes()}
+            found = {name: value.clone() for name, value in tensors.items()}
     prefix = next(prefix for prefix in _PREFIXES if f"{prefix}{STEM}" in found or not prefix)
     return {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
 

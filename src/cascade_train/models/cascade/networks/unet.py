@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cascade_train.files.package import without_siblings
 from cascade_train.models.cascade.family import CASCADE
-from cascade_train.models.cascade.networks.response_norm import Kernels, set_kernels
-from cascade_train.models.networks.block_network import draws_random_numbers, drop_probabilities, set_attention
+from cascade_train.models.networks.block_network import draws_random_numbers, set_attention
 
 with without_siblings("diffusers.models.unets"):
     from diffusers.models.unets.unet_stable_cascade import (
@@ -43,7 +42,7 @@ class CascadeUNet(StableCascadeUNet):
     `compile_units` compiles a whole unit as one function. A unit is recomputed from outside of what is compiled.
 
     Setting `gradient_checkpointing` recomputes a whole unit in backward. The dropout of the config acts inside the
-    residual blocks and on the attention's output, or on its probabilities after `drop_probabilities`.
+    residual blocks and on the attention's output, or on its probabilities after `block_network.drop_probabilities`.
     """
 
     family = CASCADE
@@ -83,14 +82,6 @@ class CascadeUNet(StableCascadeUNet):
     def set_attention(self, name: str) -> None:
         """Choose the attention kernel, see `block_network.set_attention`."""
         set_attention(self, name)
-
-    def set_kernels(self, name: Kernels) -> None:
-        """Choose what the residual blocks run, see `response_norm.set_kernels`."""
-        set_kernels(self, name)
-
-    def drop_probabilities(self) -> None:
-        """Let the attention's dropout act on its probabilities, see `block_network.drop_probabilities`."""
-        drop_probabilities(self)
 
     def time_embedding(self, timestep_ratio: Tensor, sca: Tensor | None, crp: Tensor | None) -> Tensor:
         """Embed (B,) timestep ratios and their side conditions in fp32: (B, D * (1 + number of side conditions)).

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import diffusers
-from diffusers import AutoencoderKL, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
 from torch import Tensor
 
+from cascade_train.models.autoencoder_kl import plain_vae
 from cascade_train.models.formats.export import (
     build_plain_network,
     check_equal_tensors,
     copy_on_host,
     fixed_prediction,
-    module_around,
     on_host,
     quiet,
     read_back_error,
@@ -75,7 +75,7 @@ def _pipeline(
     towers: Mapping[str, Mapping[str, Tensor]],
 ) -> Any:
     kind = getattr(diffusers, scheduler.pop("_class_name"))
-    vae = module_around(lambda: AutoencoderKL(**stage.vae.arguments), on_host(stage.vae.module, network.dtype))
+    vae = plain_vae(stage.vae.arguments, on_host(stage.vae.module, network.dtype))
     parts: dict[str, Any] = {"unet": network, "vae": vae, "scheduler": kind(**scheduler)}
     for name, encoder in stage.text_encoders().items():
         parts[name] = copy_on_host(encoder.module, network.dtype, towers.get(name))

@@ -128,7 +128,7 @@ def read_part(folder: Path, part: str, dtype: torch.dtype | None) -> dict[str, T
         stored = read_vae(str(folder / part), part_config(folder, part), key="from")
     else:
         with open_weights(str(folder / part), key="from") as tensors:
-            stored = {name: tensors.read(name).clone() for name in tensors.shapes()}
+            stored = {name: value.clone() for name, value in tensors.items()}
     floating = {name: value for name, value in stored.items() if value.is_floating_point()}
     return {name: value if dtype is None else value.to(dtype) for name, value in floating.items()}
 
@@ -139,7 +139,7 @@ def _read_back(folder: Path, part: str, file: Path) -> Mapping[str, Tensor]:
         return read_vae(str(file), config, key="export")
     if part == "unet":
         with open_weights(str(file), key="export", layout=unet_layout(config)) as tensors:
-            return {name: tensors.read(name) for name in tensors.shapes()}
+            return dict(tensors.items())
     from transformers import CLIPTextModel, CLIPTextModelWithProjection  # heavy
 
     kind: Any = CLIPTextModelWithProjection if part == "text_encoder_2" else CLIPTextModel

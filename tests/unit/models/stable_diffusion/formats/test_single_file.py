@@ -92,18 +92,17 @@ def test_towers_named_as_transformers_now_names_them_are_written_alike(
 
 def test_towers_of_one_width_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = {"text_encoder": {"hidden_size": 48, "num_attention_heads": 4}, "network": {"cross_attention_dim": 96}}
-    for name, changes in {"one": one, "two": {}}.items():
-        stage = build_stage("sdxl_tiny", {"seed": 5, **changes})
-        stage.scheduler = {"_class_name": "DDIMScheduler"}
-        stage.exports()["pipeline"](stage.network.state_dict(), tmp_path / name)
-        caplog.clear()
-        save_single_file(tmp_path / name, tmp_path / f"{name}.safetensors", dtype=None)
-        assert ("both text towers have one width" in caplog.text) is (name == "one")
+    stage = build_stage("sdxl_tiny", one)
+    stage.scheduler = {"_class_name": "DDIMScheduler"}
+    stage.exports()["pipeline"](stage.network.state_dict(), tmp_path / "one")
+    save_single_file(tmp_path / "one", tmp_path / "one.safetensors", dtype=None)
+    assert "both text towers have one width" in caplog.text
 
 
-def test_the_dtype_can_be_chosen(pipeline: tuple[str, Path], tmp_path: Path) -> None:
+def test_the_dtype_can_be_chosen(pipeline: tuple[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_single_file(pipeline[1], tmp_path / "half.safetensors", dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in load_file(tmp_path / "half.safetensors").values()} == {torch.bfloat16}
+    assert "both text towers" not in caplog.text, "theirs have two"
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -132,7 +131,7 @@ def test_our_stages_load_every_part_of_a_file_and_of_a_folder(pipeline: tuple[st
     stage, towers = build_stage(model, {"seed": 5}), ("text_encoder", "text_encoder_2")
     expected = {"network": stage.network, **stage.frozen_modules()}
     assert len(expected) == (4 if model == "sdxl_tiny" else 3)
-    for source in (file, folder, folder.parent, folder.parent.parent):
+    for source in (file, folder, folder.parent.parent):
         of_parts = {} if source == file else {name: {"subfolder": name} for name in towers}
         found = build_stage(model, weights_of(model, source, **of_parts))
         for name, module in {"network": found.network, **found.frozen_modules()}.items():
