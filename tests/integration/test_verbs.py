@@ -269,11 +269,7 @@ def test_what_does_not_fit_a_run_is_refused_before_its_export_is_written(base: P
     before = [(path, path.stat().st_mtime_ns) for run in (base, lora) for path in sorted((run / "export").rglob("*"))]
     refused = {
         "dtype=bf16: is for what format= names. Add format=original for": (base, None, "bf16"),
-        "dtype=bf16: format=diffusers would replace the pipeline in .*: from=.*/export format": (
-            base,
-            "diffusers",
-            "bf16",
-        ),
+        "dtype=bf16: format=diffusers would replace the pipeline of .* by its": (base, "diffusers", "bf16"),
         "dtype=bf16: is for a network's weights; adapters are written in fp32": (lora, "single", "bf16"),
         "format=diffusers: from=.* holds adapters, whose formats are peft, single": (lora, "diffusers", None),
         "format=kohya: from=.* holds a network's weights, whose formats are": (base, "kohya", None),
