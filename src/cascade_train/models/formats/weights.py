@@ -260,16 +260,15 @@ def check_dtypes(source: str, *, key: str) -> None:
 def put_tensors(
     module: nn.Module, values: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device, origin: str
 ) -> None:
-    """Give a module copies of whole tensors under its own names; `origin` is for the ConfigError."""
+    """Give a module on the meta device whole tensors under its own names; `origin` is for the ConfigError."""
     _check_shapes(module, shapes_of(values), origin)
-    _put(module, values.items(), dtype, device)
+    materialise(module, device, dtype)
+    module.load_state_dict(values)
 
 
 def _put(module: nn.Module, values: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device) -> None:
-    materialise(module, device, dtype)
-    memory = module.state_dict()
-    for name, value in values:
-        memory[name].copy_(value)
+    """Put copies in place of a module's tensors, whose start values need not be known."""
+    module.load_state_dict({name: copy_to(value, dtype, device) for name, value in values}, assign=True)
 
 
 def replace_parts(name: str, parts: Iterable[tuple[str, str]]) -> str:
