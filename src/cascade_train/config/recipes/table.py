@@ -234,7 +234,7 @@ def _steps(value: Any, ours: str = "warmup_steps", share: float = 0.0) -> float:
     """Return the steps of a warmup or a decay; 1 = none. Below 1, and where it is `share`, it is a part of a run."""
     value = value[0] if isinstance(value, list) and value else value
     if not isinstance(value, int | float | None):
-        raise TypeError("it must be a number of steps")
+        raise TypeError(f"the {ours.partition('_')[0]} must be a number of steps")
     if value and (value < 1 or value == share):
         raise LeftError(f"{value} of the steps: lr_scheduler.{ours}= counts them")
     return value or 1
