@@ -30,6 +30,10 @@ REGULARISATION = (
 )
 """Of a subset of regularisation pictures of sd-scripts (library/train_util.py:2168)."""
 
+GUI = {"max_resolution", "epoch", "LoRA_type", "lr_warmup"}
+"""Keys that presets of kohya_ss have, and files of sd-scripts do not."""
+IMAGE_SIZE = "model.image_size"
+
 Dataset = tuple[str, dict[str, Any]]
 """A name, and the trainer's keys of a dataset."""
 Part = dict[str, tuple[Any, tuple[str, ...]]]
@@ -66,11 +70,12 @@ def lay_out(system: str, source: Any, path: Path, *, flags: Values, ranks: int, 
     table = load_table(system)
     given = Given(system=system, table=table, path=path, ranks=ranks, fills=fills)
     source = {table["datasets"]["from"]: source} if isinstance(source, list) else source
+    renamed = table.get("renamed", {})
     if system == "kohya":  # whose sections mean nothing
+        renamed = renamed | (table["percent"] if GUI & source.keys() else {})
         sections = {key: value for key, value in source.items() if isinstance(value, dict) and key != "general"}
         source = {key: value for key, value in source.items() if key not in sections}
         source |= {key: value for section in sections.values() for key, value in section.items()}
-    renamed = table.get("renamed", {})
     nested = {str(key).removeprefix("--"): value for key, value in source.items()}
     typed = str(nested.get(table.get("typed", "")) or "")
     flags = {**(read_flags(typed[typed.index("--") :]) if "--" in typed else {}), **flags}
@@ -229,18 +234,20 @@ def _part(recipe: Recipe, name: str, values: Values, own: Values, given: Given) 
         trial = Recipe(groups={"model": recipe.groups["model"]})
         apply(trial, key, rows[row], values, given.path, told=told)
         assigned = trial.taken().get(told, {})
+        if name and recipe.values.get(IMAGE_SIZE, size := assigned.get(IMAGE_SIZE)) != size and size is not None:
+            assigned[".image_size"] = assigned.pop(IMAGE_SIZE)
         shared = {ours: value for ours, value in assigned.items() if not ours.startswith(".")}
         every = recipe.groups | recipe.values
         differing = [f"{ours}={every[ours]}" for ours, value in shared.items() if every.get(ours, value) != value]
         if differing and name:
             why = f"{', '.join(differing)} of another dataset goes for all: it has one value here"
-            recipe.note(told, why, Kind.MISSING)
+            recipe.note(f"{name}: {key}", why, Kind.MISSING)
             continue
         for ours, value in shared.items():
             recipe.put({*recipe.origins.get(ours, ()), told}, {ours: value})
         if not shared:
             recipe.fates |= trial.fates
-        for ours in assigned.keys() - shared.keys():
+        for ours in sorted(assigned.keys() - shared.keys()):
             for other in part.pop(ours, (None, ()))[1]:
                 recipe.note(other, f"{told} goes before it", Kind.UNNEEDED)
             part[ours] = (assigned[ours], (told,))

@@ -72,7 +72,7 @@ def _common(recipes: Sequence[Recipe]) -> Recipe:
     for ours in differing:
         if ours != "model":
             first.drop(ours, why)
-    for key in alone & first.taken().keys():
+    for key in sorted(alone & first.taken().keys()):
         for ours in first.taken().get(key, {}):
             first.drop(ours, why)
     for key, (kind, _) in first.fates.copy().items():
@@ -102,22 +102,23 @@ def _translated(given: Given, model: str, certain: list[str]) -> Recipe:
     take_datasets(recipe, inherited, given)
     _batch(recipe, given)
     _adafactor(recipe, given)
+    _schedule_free(recipe, given)
     FINISHES.get(given.system, lambda *_: None)(recipe, given)
     _notes(recipe, given)
     take_towers(recipe, given)
     if recipe.groups["model"].startswith("sdxl") and recipe.values.get(LONG):
         recipe.put(recipe.origins[LONG], {LONG: True, LONG.replace("encoder", "encoder_2"): True})  # both towers
-    _objective(recipe, given.keys)
+    _objective(recipe, given.keys, divides_by_snr=given.system == "everydream")
     if missing := {key: value for key, value in given.ours.items() if key not in recipe.values}:
         recipe.implied.add(SILENT)
         recipe.put(SILENT, missing)
     told = (Kind.TAKEN, Kind.YOURS)  # of what the file does not say
     recipe.fates = {k: fate for k, fate in recipe.fates.items() if k not in recipe.implied or fate[0] in told}
     recipe.fates |= given.notes
-    for key in given.open:
+    for key in sorted(given.open):
         if recipe.fates.get(key, (None,))[0] in (None, Kind.SAME):
             recipe.note(key, "its value is none of the file's, and is not looked up: set what it means here")
-    for key in own.keys() - recipe.fates.keys() - given.implied - recipe.taken().keys():
+    for key in sorted(own.keys() - recipe.fates.keys() - given.implied - recipe.taken().keys()):
         is_off = given.keys[key] in OFF
         why, kind = ("it is off there, as here", Kind.SAME) if is_off else ("nothing is taken from it", Kind.YOURS)
         recipe.note(key, why, kind)
@@ -201,7 +202,15 @@ def _adafactor(recipe: Recipe, given: Given) -> None:
         recipe.note(key, why)
 
 
-def _objective(recipe: Recipe, given: Values) -> None:
+def _schedule_free(recipe: Recipe, given: Given) -> None:
+    """Drop the schedule and the warmup of an optimizer that has none."""
+    wanted = given.table.get("schedule_free")
+    for ours in [*recipe.groups, *recipe.values] if wanted and fits(given.keys, wanted) else ():
+        if ours.partition(".")[0] == "lr_scheduler":
+            recipe.drop(ours, "a schedule-free optimizer has a constant rate, without a warmup, there", Kind.UNNEEDED)
+
+
+def _objective(recipe: Recipe, given: Values, *, divides_by_snr: bool) -> None:
     """Choose the objective that says the same on the timesteps of the model."""
     wanted, weight = recipe.groups.get("objective", ""), "objective.loss_weight.gamma"
     if wanted not in ("v", "min_snr", "debiased"):
@@ -220,7 +229,8 @@ def _objective(recipe: Recipe, given: Values) -> None:
     recipe.put({*recipe.origins["objective"], *recipe.origins.get(weight, ())}, {"objective": option})
     if wanted == "min_snr" and is_velocity:
         target = {"objective.target._target_": "cascade_train.diffusion.target.VTarget"}
-        recipe.put(said or recipe.origins["objective"], {**target, "objective.loss_weight.target": "v"})
+        target |= {} if divides_by_snr else {"objective.loss_weight.target": "v"}
+        recipe.put(said or recipe.origins["objective"], target)
 
 
 def _finish_kohya(recipe: Recipe, given: Given) -> None:
@@ -228,7 +238,7 @@ def _finish_kohya(recipe: Recipe, given: Given) -> None:
     if given.keys.get("network_alpha") == 0:
         rank = given.keys.get("network_dim")
         recipe.put("network_alpha", {"task.alpha": RANK if rank is None else rank})
-    for ours in {WARMUP, "lr_scheduler.decay_steps"} & recipe.values.keys():
+    for ours in sorted({WARMUP, "lr_scheduler.decay_steps"} & recipe.values.keys()):
         recipe.values[ours] = max(1, recipe.values[ours] // given.ranks)
 
 

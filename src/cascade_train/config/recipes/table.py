@@ -20,6 +20,7 @@ same key of ours, the later goes before the earlier.
 A key of ours that begins with a dot belongs to the source that a dataset becomes. `choices` say by which keys a file
 chooses a model and a task, `defaults` what its trainer takes where a file says nothing, by its keys or by ours.
 `family`: the keys that name a model, which may be none here. `typed`: the key of flags as they are typed.
+`percent`: the names of keys that are percentages in presets of a GUI. `schedule_free`: optimizers without a schedule.
 `notes`: by a name, `when` keys mean together what no row says, and what is left to the user then.
 `towers`: the keys by which text towers train (`frozen`: do not train), those of their rates, and of the default rate
 (`own`), and the layers that get adapters.
@@ -222,18 +223,20 @@ def _prompts(value: Any, source: Path) -> list[str]:
         path, content = read_linked(str(value), source)
         if path.suffix != ".txt":
             raise ValueError(f"of {path.suffix[1:]} they are not read")
-        return without_switches(content.decode("utf-8-sig"))
+        if not (prompts := without_switches(content.decode("utf-8-sig"))):
+            raise ValueError(f"{value} has none")
+        return prompts
     except ValueError as error:
         raise LeftError(f"sample.prompts=[...] takes the prompts themselves: {error}") from error
 
 
-def _warmup(value: Any) -> float:
-    """Return the steps of the warmup; 1 = none."""
+def _steps(value: Any, ours: str = "warmup_steps", share: float = 0.0) -> float:
+    """Return the steps of a warmup or a decay; 1 = none. Below 1, and where it is `share`, it is a part of a run."""
     value = value[0] if isinstance(value, list) and value else value
     if not isinstance(value, int | float | None):
-        raise TypeError("the warmup must be a number of steps")
-    if value and value < 1:
-        raise LeftError(f"{value} of the steps: lr_scheduler.warmup_steps= counts them")
+        raise TypeError(f"the {ours.partition('_')[0]} must be a number of steps")
+    if value and (value < 1 or value == share):
+        raise LeftError(f"{value} of the steps: lr_scheduler.{ours}= counts them")
     return value or 1
 
 
@@ -277,7 +280,9 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "samples": _prompt,
     "crop": _crop,
     "count": _count,
-    "warmup": _warmup,
+    "warmup": _steps,
+    "warmup_or_all": partial(_steps, share=1),
+    "decay": partial(_steps, ours="decay_steps"),
     "number": float,
     "numbers": _numbers,
     "whole": round,

@@ -114,7 +114,8 @@ OT = ONETRAINER | {"model_type": "STABLE_DIFFUSION_15", "layer_filter_preset": "
 ST = {key.removeprefix("--"): value for key, value in SIMPLETUNER.items()} | {"data_backend_config": None}
 SAMPLES = {"side": 512, "list": "a cat", "prompts": "a cat on a mat", "last": "x.SGD", "betas": 0.8, "number": 3.0,
            "numbers": "0.5,0.9", "parts": "a, b", "crop": [{"target": "a.CenterCrop"}], "shapes": [[64, 128]],
-           "samples": [{"prompt": "a cat"}], "or_off": 2, "whole": 64, "warmup": 9}  # fmt: skip
+           "samples": [{"prompt": "a cat"}], "or_off": 2, "whole": 64, "warmup": 9,
+           "warmup_or_all": 9, "decay": 9}  # fmt: skip
 
 
 @functools.cache
