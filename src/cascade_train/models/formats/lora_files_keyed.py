@@ -28,8 +28,8 @@ TEXT_PREFIXES = ("lora_prior_te_", "lora_te_", "lora_te1_")
 SECOND_PREFIX = "lora_te2_"
 """Prefix of a second text encoder's modules."""
 
-MARKS = {"transformer_blocks": "Stable Diffusion", ".attention.": "Stable Cascade"}
-"""What names of adapted modules hold -> the family whose networks have them."""
+MARKS = {"transformer_blocks": "diffusers' UNet2DConditionModel", ".attention.": "Stable Cascade"}
+"""What names of adapted modules hold -> the network or family that has them."""
 
 _DOTTED = ("", "base_model.model.", "diffusion_model.")
 _TEXT_MODULE = re.compile(r"text_model_encoder_layers_(\d+)_(self_attn_[kqv]_proj|self_attn_out_proj|mlp_fc[12])")
