@@ -195,8 +195,9 @@ def train_run_error(capfd, folder, directory):
     ("arguments", "message"),
     [
         ((*RUN, "model.text_encoder.max_tokens=20"), "model.text_encoder.max_tokens=20, where the cache has 24"),
+        ((*RUN, "model.text_encoder.max_tokens=20", "model.image_size=64"), "was made by another model: "),
         ((*RUN, "train.precision=bf16"), "train.precision=bf16, where the cache has fp32"),
-        ((*RUN, "model.image_size=64"), "data.image_size=64 differs from the cache at data.path="),
+        ((*RUN, "model.image_size=64"), "model.image_size=64 differs from the cache at data.path="),
         ((*RUN, "data.captions.template='a {}'"), "data.captions.template=a {} differs from the cache"),
         ((*RUN, "data.crop=random"), "data.crop=random differs from the cache"),
         ((*RUN, "sample.prompts=[another]"), "the caption 'another' is not in the cache"),

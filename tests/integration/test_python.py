@@ -198,7 +198,7 @@ print("diffusers.models" in sys.modules)
         ),
         (
             lambda: compose("task=lora model=c_tiny"),
-            "2 overrides. Give each by itself: 'task=lora', 'model=c_tiny'",
+            "2 overrides. Separate them by spaces: task=lora model=c_tiny",
         ),
         (lambda: compose("task=lora", confdir="x"), r"Did you mean config_dir\?"),
         (lambda: compose("task=lora", config_dir="nosuch"), "config_dir=nosuch is not a folder"),

@@ -115,7 +115,6 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
     A ConfigError where it lacks what stage or task need, was made by other encoders, or holds what the task trains.
     """
     manifest, where = source.manifest, f"data.path={source.path}"
-    check_data(cfg, source)
     refuse_reconstruction(stage, task, f"and {where} is a cache, which has none: use the data that it was made of")
     if not stage.image_products:
         raise ConfigError(f"{where}: nothing of {stage.name} can be read from a cache: {stage.why_not_cached}")
@@ -131,6 +130,7 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
     difference = first_difference(own, manifest.identity)
     if difference is not None:
         raise ConfigError(f"{where} was made by another model: {difference}. Set it back, or make another cache.")
+    check_data(cfg, source)
     if cfg["sample"]["every_steps"] is not None and (stage.needs_image or task.needs_image):
         raise ConfigError(f"sample.every_steps: grids need pictures here, and {where} has none: set it to null")
     if stage.needs_image and cfg["validate"]["reconstructions"]:
@@ -153,9 +153,12 @@ def check_data(cfg: Mapping[str, Any], source: Cached) -> None:
     for key, own in data_identity(cfg).items():
         is_held = not key.endswith("_target_") and (source.manifest.captions or not key.startswith("data.captions"))
         if is_held and own != held.get(key) and not (key in defaults and own == defaults[key]):
+            follows = key == "data.image_size" and own == cfg.get("model", {}).get("image_size")
+            typed = "model.image_size" if follows else key
+            remedy = f"Set {typed}={held.get(key)}" if follows else f"Leave {key} out"
             raise ConfigError(
-                f"{key}={own} differs from the cache at data.path={source.path}, which was made with"
-                f" {key}={held.get(key)}. Leave {key} out, or make another cache."
+                f"{typed}={own} differs from the cache at data.path={source.path}, which was made with"
+                f" {typed}={held.get(key)}. {remedy}, or make another cache."
             )
 
 

@@ -51,7 +51,7 @@ from cascade_train.engine.run.report import write_report
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.errors import RankLostError, RunError
 from cascade_train.files.run_folder import EXPORT, exported_step
-from cascade_train.models.formats.weights_source import weights_found_once
+from cascade_train.models.formats.weights_source import refuse_missing, weights_found_once
 from cascade_train.redaction import redacted
 from cascade_train.signals import Signals
 from cascade_train.tasks.base import Task
@@ -103,6 +103,7 @@ def train_in(
     with run.withdrawn_on_failure():
         if run.resume_from is None:  # a run that began so goes on
             data.check_batch(cfg.train.global_batch_size)
+            refuse_missing(weight_specs(cfg, parts))  # before others are downloaded
         initial = ("task.weights", "task.backbone_weights", *(["model.weights"] if parts.task.trains_network else []))
         with weights_found_once():
             phases = build_phases(cfg, parts, world)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cascade_train.commands.parts.command_line import Command
+from cascade_train.commands.parts.models import own_keys
 from cascade_train.engine.checkpoint.folder import (
     BEST,
     MANIFEST_NAME,
@@ -111,7 +112,8 @@ def prune(args: PruneArgs) -> int:
             f"keep_best={args.keep_best} needs keep_last, and checkpoint.best_metric={own.best_metric} of the run."
         )
     keeps = {key: getattr(args, key) for key in ("keep_last", "keep_every_steps", "keep_best")}
-    rule = Retention(**keeps, best_metric=own.best_metric, best_mode=own.best_mode)
+    with own_keys("checkpoint", keeps):
+        rule = Retention(**keeps, best_metric=own.best_metric, best_mode=own.best_mode)
     with _locked(folder):
         for step, reasons in rule.reasons(folder.complete()).items():
             if not reasons:

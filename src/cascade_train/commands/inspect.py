@@ -57,7 +57,8 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
 
     report = make_report(cfg, read=args.read, pictures=args.pictures)
     write("out", args.out, report.page())
-    told = [*report.lines(), f"{args.out} shows it all."]
+    told = [line for line in report.lines() if line not in report.log]  # which stderr has
+    told.append(f"{args.out} shows it all.")
     if args.captions is not None:
         write("captions", args.captions, report.rows())
         told.append(f"{args.captions} has every caption that was read, and where it came from.")

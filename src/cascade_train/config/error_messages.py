@@ -32,7 +32,7 @@ from cascade_train.config.groups import (
     options_with,
     unknown_hint,
 )
-from cascade_train.config.overrides import quoted_form, refusal
+from cascade_train.config.overrides import quoted_form, refusal, whole_number
 from cascade_train.config.schema import COMPONENTS
 from cascade_train.errors import (
     INTERRUPTED,
@@ -57,6 +57,9 @@ NO_MEMORY = re.compile(
     r"|Unable to allocate .* for an array"
 )
 """What torch, CUDA's libraries and numpy raise where memory runs out outside of torch's allocator for CUDA."""
+
+FEW = 6
+"""Keys of a component that are all listed, rather than a key of the same name elsewhere."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -203,7 +206,8 @@ def _missing_option(error: MissingConfigException) -> str:
     options = [o for o in error.options or () if not o.startswith("_")]
     if not group:
         return f"The configuration file {name!r} was not found. {_one_line(error)}"
-    return f"{group}={option} is not an option of {group}.{nearest(option, options)} Options: {', '.join(options)}."
+    hint = nearest(option, options) or (other_name(option) if " " in other_names().get(option, "") else "")
+    return f"{group}={option} is not an option of {group}.{hint} Options: {', '.join(options)}."
 
 
 def _composition(error: HydraException) -> str:
@@ -221,6 +225,8 @@ def _composition(error: HydraException) -> str:
     if not isinstance(cause, OmegaConfBaseException):
         return _ambiguous(text)
     merging = re.match(r"Error merging override (.+)", text, re.DOTALL)
+    if (above := re.match(r"In '((\w+)/.+?)'", text)) and above[2] == str(cause.full_key):
+        return f"{above[1]}.yaml sets keys of the whole configuration: begin the file with # @package _global_"
     return _value(cause, merging[1]) if merging else f"{text.partition(': ')[0]}: {_value(cause)}"
 
 
@@ -245,6 +251,8 @@ def _value(error: OmegaConfBaseException, override: str = "") -> str:
         is_word = enum[1] in {"True", "False"}
         hint = " YAML reads a bare off, on, yes or no as true or false: quote it." if is_word else ""
         return f"{key}={enum[1]} must be one of {enum[2]}.{hint}"
+    if number := re.fullmatch(r"Value '(.*)' of type '.*' could not be converted to Integer", message):
+        return whole_number(key, given or number[1])
     if "is not a ListConfig" in message and given:
         return f"{key}={given} must be a list. Write: {quoted_form(f'{key}=[{given}]')}"
     return f"{key}{f'={given}' if given else ''} has a wrong value: {message}."
@@ -280,6 +288,8 @@ def unknown_key(path: str, cause: BaseException | None) -> str:
     if not beside.startswith(" It is a key of "):
         near = beside if beside.startswith(" Did you mean") else ""
         same = [key for key in key_paths(plain) if key.rpartition(".")[2] == name and not key.startswith("hydra")]
+        if node in groups() and len(known) < FEW:
+            near = near or beside
         elsewhere = f" Did you mean {' or '.join(same[:3])}?" if same else ""
         anywhere = did_you_mean(path.partition(".")[0], sorted({*known, *groups()}))
         beside = other_name(name, plain) or near or elsewhere or beside or anywhere

@@ -137,7 +137,12 @@ def unknown_hint(node: str, key: str, known: Iterable[str]) -> str:
     """Return a sentence on an unknown key of a component: the nearest of `known`, or the options that have the key."""
     near = did_you_mean(key, known, f"{node}.")
     options = [] if near.startswith(" Did you mean") else options_with(node, key)
-    return f" It is a key of {' and '.join(f'{node}={o}' for o in options)}." if options else near
+    if not options:
+        return near
+    of_all = set.intersection(*map(set, option_files(node).values()))
+    own = [f"{node}.{each}" for each in known if each not in of_all] if node == "data" else []
+    here = f" What is chosen here has {', '.join(own)}." if own else ""
+    return f" It is a key of {' and '.join(f'{node}={o}' for o in options)}.{here}"
 
 
 @functools.cache

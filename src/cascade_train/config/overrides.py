@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from cascade_train.config.groups import groups
 from cascade_train.errors import ConfigError
 
 BRACKETS = (("[", "]"), ("(", ")"), ("{", "}"))
@@ -22,10 +24,13 @@ def refusal(override: str) -> str:
     """Return one paragraph on an override that Hydra's grammar refuses, with the form that works."""
     key, equals, value = override.partition("=")
     if not equals:
-        return f"{override!r} is not an override. Write key=value, with quotes for the shell around spaces."
-    parts = [part.rstrip(",") for part in override.split()]
-    if len(parts) > 1 and all("=" in part and parses(part) for part in parts):
-        return f"{override!r} holds {len(parts)} overrides. Give each by itself: {', '.join(map(repr, parts))}."
+        return (
+            f"{override!r} is not an override. Write key=value, with no spaces around =; a value with spaces is quoted "
+            """for the shell, e.g. 'sample.prompts=["a red cat"]'."""
+        )
+    for parts in (override.replace(", ", " ").split(), re.split(r",(?=[\w.@]+=)", override)):
+        if len(parts) > 1 and all(_is_one_override(part) for part in parts):
+            return f"{override!r} holds {len(parts)} overrides. Separate them by spaces: {shlex.join(parts)}."
     form = quoted_form(override)
     if form is not None:
         return (
@@ -33,8 +38,8 @@ def refusal(override: str) -> str:
             f"own, and the whole needs quotes for the shell. Write: {form}"
         )
     reason = f"{key!r} is not a path of names such as train.max_steps."
-    if not _is_balanced(value):
-        reason = "a bracket or quote is not closed. Quote the whole override for the shell, e.g. 'key=[a,b]'."
+    if fault := _unbalanced(value):
+        reason = f"a {fault}. Quote the whole override for the shell, e.g. 'key=[a,b]'."
     return f"{override!r} cannot be read: {reason}"
 
 
@@ -42,9 +47,23 @@ def quoted_form(override: str) -> str | None:
     """Return the override as it works on a command line, quoted for the shell; None where none was found."""
     key, _, value = override.partition("=")
     for candidate in (f"{key}={_quoted(value)}", f"{key}={_quote(value)}"):
-        if _is_balanced(value) and parses(candidate):
+        if not _unbalanced(value) and parses(candidate):
             return shlex.quote(candidate)
     return None
+
+
+def whole_number(key: str, given: str) -> str:
+    """Return a sentence on a text that is no whole number, with one that is."""
+    digits = re.search(r"\d+", given)
+    number = int(digits[0]) if digits else 1000
+    with suppress(ValueError, OverflowError):
+        number = int(float(given))
+    return f"{key}={given} must be a whole number, e.g. {key}={number}."
+
+
+def _is_one_override(text: str) -> bool:
+    key, equals, _ = text.partition("=")
+    return bool(equals) and ("." in key or key.partition("@")[0] in groups()) and parses(text)
 
 
 def parses(override: str) -> bool:
@@ -131,13 +150,17 @@ def _items(value: str) -> list[str]:
     """Return the items of a list or mapping as it is written, split at the commas outside brackets and quotes."""
     items: list[str] = []
     for piece in value[1:-1].split(","):
-        if items and not _is_balanced(items[-1]):
+        if items and _unbalanced(items[-1]):
             items[-1] += f",{piece}"
         else:
             items.append(piece)
     return items
 
 
-def _is_balanced(value: str) -> bool:
-    """Return whether as many brackets and quotes are closed as are opened; an apostrophe counts as none."""
-    return value.count('"') % 2 == 0 and all(value.count(first) == value.count(last) for first, last in BRACKETS)
+def _unbalanced(value: str) -> str:
+    """Return which bracket or quote is not closed or opened; empty where all are. An apostrophe counts as none."""
+    if value.count('"') % 2:
+        return '" is not closed'
+    surplus = {pair: value.count(pair[0]) - value.count(pair[1]) for pair in BRACKETS}
+    faults = [f"{pair[0]} is not closed" if n > 0 else f"{pair[1]} is not opened" for pair, n in surplus.items() if n]
+    return next(iter(faults), "")

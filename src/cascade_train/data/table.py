@@ -116,8 +116,9 @@ class TableSource(FileSource):
         for key in ("image_column", "caption_column", "mask_column", "width_column", "height_column"):
             column = getattr(self, key, None)
             if column is not None and column not in has:
+                hint = "; columns are separated by commas" if len(has) == 1 and set(has[0]) & set(";\t|") else ""
                 raise ConfigError(
-                    f"data.{key}={column} is no column of {path}, which has {', '.join(has) or 'no rows'}"
+                    f"data.{key}={column} is no column of {path}, which has {', '.join(has) or 'no rows'}{hint}"
                 )
 
     def _root(self, path: Path) -> Path:

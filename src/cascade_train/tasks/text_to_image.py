@@ -203,8 +203,7 @@ class TextToImage(Task):
         if self.stage.needs_image and image_BCHW is None:
             raise ConfigError(
                 f"{self.stage.name} reconstructs images and cannot paint from prompts alone: leave sample.prompts=null,"
-                " which shows captioned images of the data; generate takes image=…, or a run of Stage C with"
-                " decoder=… instead of this one"
+                " which shows captioned images of the data"
             )
         return self.predictor_under(captions, image_BCHW if self.stage.needs_image else None, negative=negative)
 
@@ -235,7 +234,10 @@ class TextToImage(Task):
         if guide.image_BCHW is None and not self.stage.needs_image:
             return self.predictor_under(captions, self._variation(guide), negative=negative)
         if guide.image_BCHW is None:
-            return self.predictor(captions, None, negative)
+            raise ConfigError(
+                f"{self.stage.name} reconstructs images and cannot paint from prompts alone: give image=<picture>,"
+                " or from=<run of Stage C> decoder=<this one>"
+            )
         if self.stage.needs_image and not guide.is_map and guide.strength == 1.0:
             return self.predictor(captions, self._copy(guide.image_BCHW).float() / 255, negative)
         raise ConfigError(

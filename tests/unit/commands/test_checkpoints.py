@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_gets_no_name(run, capsys):
     [
         (["prune", "RUN"], "Nothing is to be pruned: set keep_last"),
         (["prune", "RUN", "optimizer=throw"], "optimizer=throw is unknown; choose one of keep, drop"),
-        (["prune", "RUN", "keep_last=0"], "checkpoint.keep_last=0 must be at least 1"),
+        (["prune", "RUN", "keep_last=0"], "\nkeep_last=0 must be at least 1"),
         (["prune", "RUN", "keep_best=1", "optimizer=drop"], "keep_best=1 needs keep_last, and checkpoint.best_metric"),
         (["promote", "RUN", "step_9", "name=good"], "step_9 is not a checkpoint of this run. There are: step_1, step_"),
         (["promote", "RUN", "step_2"], "name is not set: What to call it"),
@@ -150,7 +150,7 @@ def test_a_damaged_checkpoint_gets_no_name(run, capsys):
 )
 def test_what_makes_no_sense_is_refused(run, capsys, words, said):
     assert launch(["checkpoints", *[word.replace("RUN", str(run)) for word in words]]) == 2
-    assert said in capsys.readouterr().err
+    assert said in f"\n{capsys.readouterr().err}"
     assert steps(run) == [1, 2, 3, 4, 5, 6]
 
 

@@ -133,11 +133,14 @@ def test_findings_are_told_as_text_and_nothing_else_is_where_all_is_well(
     assert "! [75 % of an epoch] 15 cannot be read: b.tar:0045 (" in capsys.readouterr().out
 
 
-def test_data_too_damaged_for_a_batch_still_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_too_damaged_for_a_batch_still_has_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     write(tmp_path / "root/a red thing.png", b"no picture")
     inspected(tmp_path / "page.html", *of(tmp_path / "root"))
     text = capsys.readouterr().out
-    assert "No batch could be made: " in text
+    assert "No batch could be made: " in caplog.text
+    assert not [each for each in caplog.messages if each in text], "what is logged is not printed too"
     assert "! [100 % of an epoch] 1 cannot be read; a run stops, since" in text
     assert "root:a red thing.png (not a picture" in text
     assert (tmp_path / "page.html").stat().st_size > 1000

@@ -87,6 +87,8 @@ def test_tars_that_are_there_are_left_alone(pictures: Path, tmp_path: Path, caps
     assert launch(["pack", f"folder={pictures}", f"out={tmp_path / 'more'}", "name=set-b"]) == 0
     assert launch(["pack", f"folder={pictures}", f"out={tmp_path / 'more'}", "name=set"]) == 0, "another name"
     assert launch(["pack", f"folder={pictures}", f"out={tmp_path}", "name=set"]) == 2
+    assert launch(["pack", f"folder={tmp_path / 'none'}", f"out={tmp_path / 'new/deep'}"]) == 2
+    assert not (tmp_path / "new").exists()
     assert "holds set-*.tar already: remove them, or choose another folder or name" in capsys.readouterr().err
     assert [path.name for path in tmp_path.glob("*.tar")] == ["set-000007.tar"]
 

@@ -21,6 +21,9 @@ REFUSED = {
     "task=lora generate": f"'generate' {COMMAND_FIRST} generate …",
     "generate prompts": "'prompts' is not an argument. Write key=value",
     "checkpoints lss": r"checkpoints lss is unknown\. Did you mean ls\?",
+    "checkpoints root": "Write: cascade-train checkpoints ls root",
+    "report run=root": "needs a run, without a key: root",
+    "inspect model=c_tiny data.path=root/*.png": r"Give the folder of the pictures: data\.path=root",
     "index model=c_tiny data.urls=a.tar task_index=2 task_count=2": r"task_index=2 must lie in \[0, task_count=2\)",
     "index model=c_tiny data.urls=a.tar processes=0": "processes=0 must be at least 1",
     "index model=c_tiny data=shapes": "data: this indexes tars that are neither piped nor compressed",
@@ -40,7 +43,7 @@ REFUSED = {
     "plan task=lora model=c_tiny ranks=3": "cannot be split equally over 3 ranks",
     "recipe import nowhere.yaml out=experiment/a.yaml": "nowhere.yaml is no regular file that can be read",
     "shapes": "out is not set: Folder to write into",
-    "shapes out=x samples=0": "samples=0 must be at least 1",
+    "shapes out=x samples=0": "samples=0 must be greater than 0",
     "shapes out=x image_size=4": "image_size=4 must be at least 16: shapes need as many pixels",
     "shapes out=x samples_per_shard=0": "samples_per_shard=0 must be at least 1: a tar holds that many pictures",
 }

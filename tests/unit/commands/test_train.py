@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 WITHOUT_TORCH = {
-    "data.urls=[a.tar] data.flip_prob=2": r"data\.flip_prob=2 must lie between",
+    "data.urls=[a.tar] data.flip_prob=2": r"data\.flip_prob=2 must lie in",
     "data.path=nowhere": r"data\.path=nowhere is not a folder; paths are relative",
     "data.path=empty": r"data\.path=empty holds no picture .*; its tar files are read by data=webdataset",
     "data.path=nowhere.csv": r"data\.path=nowhere\.csv is not there",

@@ -46,7 +46,11 @@ REFUSED = {
     "model=c_tiny task=lora train.precision=fp16": r"^train\.precision=fp16 is refused: .*overflow.*bf16, or fp32",
     "model=c_tiny task=lora train.precision=int8": r"^train\.precision=int8 must be one of auto, bf16, fp32\.$",
     "model=c_tiny task=lora compile=true": r"^compile=True must be one of off, regional\. YAML reads a bare off",
-    "model=c_tiny task=lora train.max_steps=x": r"^train\.max_steps=x has a wrong value: .*to Integer\.$",
+    "model=c_tiny task=lora train.max_steps=x": r"^train\.max_steps=x .* whole .* train\.max_steps=1000\.$",
+    "model=c_tiny task=lora train.max_steps=2e3": r"^train\.max_steps=2e3 .* whole .* train\.max_steps=2000\.$",
+    "model=c_tiny task=dreambooth": r"^task=dreambooth is .* task=lora or task=finetune on data=regularised\.",
+    "model=c_tiny task=lora tracker.dir=x": r"^tracker\.dir is unknown\. Known here: name, project,",
+    "model=c_tiny task=lora data=regularised data.path=x": r" What is chosen here has .*data\.source",
     "model=c_tiny task=lora train.max_steps=null": r"^Nothing ends this run: set train\.max_steps, train\.max_epochs",
     "model=c_tiny task=lora train=fast": r"^train=fast ",
     "model=c_tiny task=lora validate.urls=x.tar": r"^validate\.urls=x\.tar must be a list\. Write: 'validate.urls=\[x",
@@ -96,7 +100,7 @@ def test_broken_yaml_of_the_user_is_a_refusal(start: Start, tmp_path: Path):
     ("content", "message"),
     [
         ("train:\n  max_stepz: 3\n", r"^.*train\.max_stepz is unknown\. Did you mean train\.max_steps\?"),
-        ("train:\n  max_steps: many\n", r"train\.max_steps has a wrong value: Value 'many'"),
+        ("train:\n  max_steps: many\n", r"train\.max_steps=many must be a whole number"),
         ("compile: off\n", r"compile=False must be one of off, regional\. YAML reads a bare off"),
         ("train:\n  precision: fp16\n", r"train\.precision=fp16 is refused"),
         ("optimizer:\n  lrr: 3\n", r"optimizer\.lrr is unknown: .*Did you mean optimizer\.lr\?"),
@@ -108,6 +112,14 @@ def test_wrong_experiment_is_refused_by_key(start: Start, tmp_path: Path, conten
     code, text = start("--config-dir", str(tmp_path), *TINY, "experiment=bad")
     assert code == 2
     assert re.search(message, text), text
+
+
+def test_an_experiment_without_its_package_is_refused_with_the_line_that_it_lacks(start: Start, tmp_path: Path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "bad.yaml").write_text("train:\n  max_steps: 3\n")
+    code, text = start("--config-dir", str(tmp_path), *TINY, "experiment=bad")
+    assert (code, text) == (2, "experiment/bad.yaml sets keys of the whole configuration: begin the file with "
+                            "# @package _global_\n")  # fmt: skip
 
 
 def test_value_error_of_a_component_is_explained_and_others_are_defects():

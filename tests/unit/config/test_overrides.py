@@ -48,10 +48,12 @@ def plain(value: object) -> object:
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("data.urls=[a,b", "a bracket or quote is not closed"),
-        ("data.urls=a]", "a bracket or quote is not closed"),
-        ('run.name="b', "a bracket or quote is not closed"),
-        ("train", "'train' is not an override. Write key=value"),
+        ("data.urls=[a,b", r"a \[ is not closed"),
+        ("data.urls=a]", "a ] is not opened"),
+        ('run.name="b', 'a " is not closed'),
+        ("train", "'train' is not an override. Write key=value, with no spaces around =; .* 'sample.prompts="),
+        ("task=lora,model=c_tiny", "holds 2 overrides. Separate them by spaces: task=lora model=c_tiny"),
+        ("run.name=x,data.path=a,b=1", """Write: 'run.name="x,data.path=a,b=1"'"""),
         ("a b=3", "'a b' is not a path of names"),
     ],
 )

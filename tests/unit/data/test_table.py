@@ -143,6 +143,7 @@ def test_row_filters_compare_texts_that_are_numbers_as_numbers(
     [
         ("t.csv", "file,caption\na.png,x\n", "data.image_column=image is no column of .*, which has file, caption"),
         ("t.jsonl", '{"image": "a.png"}\n', "data.caption_column=caption is no column of .*, which has image"),
+        ("t.csv", "image;caption\na.png;x\n", "which has image;caption; columns are separated by commas"),
         ("t.csv", "", "data.image_column=image is no column of .*, which has no rows"),
         ("t.csv", "image,caption\nno.png,x\n", "none of 1 pictures is there: no.png; paths are relative to"),
         ("t.csv", 'image,caption\na.png,"x\n', "line 2: unexpected end of data; cells with quotes or line ends must"),

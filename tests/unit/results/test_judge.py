@@ -54,6 +54,8 @@ def test_pictures_of_another_run_or_of_no_run_are_never_removed(tmp_path: Path) 
     for run in (tmp_path / "other", None):
         with pytest.raises(ConfigError, match="holds pictures of another evaluation, which differs in from"):
             claimed(tmp_path / "out", "b", run=run)
+    with pytest.raises(ConfigError, match="which differs in count or captions"):
+        claim(tmp_path / "out", {"from": "a", "seed": 0, "captions": [2, "ab"]})
     with pytest.raises(ConfigError, match="which differs in from, seed"):
         claimed(tmp_path / "out", "b", seed=1, run=tmp_path / "one")
     claimed(tmp_path / "plain", "a")

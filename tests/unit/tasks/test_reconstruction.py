@@ -17,6 +17,7 @@ from cascade_train.models.cascade.latent_codec import VQGAN
 from cascade_train.models.formats.export import build_plain_network
 from cascade_train.models.formats.weights import load_state
 from cascade_train.models.initialize import Fill, fill_
+from cascade_train.tasks.base import Guide
 from cascade_train.tasks.reconstruction import Reconstruction
 from tests.unit.models.stages import build_stage
 from tests.unit.tasks.task_contract import TaskContract, attached, component, left, make_batch
@@ -106,6 +107,8 @@ def test_a_prediction_without_conditions_has_neither_caption_nor_image(task: Any
 def test_it_cannot_paint_without_an_image(task: Any) -> None:
     with pytest.raises(ConfigError, match="stage_b reconstructs images and cannot paint from prompts alone"):
         task.predictor(["a blue square"], None)
+    with pytest.raises(ConfigError, match="give image=<picture>, or from=<run of Stage C> decoder=<this one>"):
+        task.guided_predictor(["a blue square"], Guide())
 
 
 def test_the_decoder_left_behind_is_found_again_as_weights(task: Any, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def make_report(cfg: DictConfig, *, read: int | None, pictures: int) -> Report:
             batch = data.shown_batch(pictures, seed=cfg.run.seed)
         except RunError as error:  # a page about data too damaged for a batch is worth having
             batch = None
-            log.append(f"No batch could be made: {error}")
+            logging.getLogger("cascade_train.data").warning("No batch could be made: %s", error)
     encoder, is_dropped = cfg.model.get("text_encoder") or {}, cfg.data.get("leftover") == "drop"
     count = _counter(encoder)
     return Report(

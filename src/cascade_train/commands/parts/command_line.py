@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from cascade_train.config.error_messages import exit_code
 from cascade_train.config.groups import commands, did_you_mean, nearest
 from cascade_train.config.help import attribute_docs, shown, table
-from cascade_train.config.overrides import is_existing_path
+from cascade_train.config.overrides import is_existing_path, whole_number
 from cascade_train.config.sweeps.slurm import adopt_slurm_step, one_thread_a_rank
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import show_log
@@ -94,7 +94,10 @@ def _run(name: str, *argv: str) -> int:
         return 0
     action, *rest = argv
     if action not in declared:
-        raise ConfigError(f"{name} {action} is unknown.{did_you_mean(action, declared)}\n{usage}")
+        near = did_you_mean(action, declared)
+        if is_existing_path(action):
+            near = f" An action comes first. Write: cascade-train {name} {next(iter(declared))} {action}"
+        raise ConfigError(f"{name} {action} is unknown.{near}\n{usage}")
     return _call(declared[action], rest, help_head=f"{usage}\n")
 
 
@@ -141,7 +144,9 @@ def _with_keys(command: Command, argv: Sequence[str], *, usage: str) -> list[str
     if not words and command.words[0] in free:
         first = next(word for word in command.usage.split() if word.isupper())
         action = command.usage.partition(first)[0].strip() or "The command"
-        raise ConfigError(f"{action} needs a {first.lower()}.\n{usage}")
+        typed = [each for each, key in keys if key == first.lower()]
+        given = f", without a key: {typed[0].partition('=')[2]}" if typed else ""
+        raise ConfigError(f"{action} needs a {first.lower()}{given}.\n{usage}")
     if len(words) > len(free):
         raise ConfigError(f"{words[len(free)]!r} is one word too many.\n{usage}")
     keyed = [f"{key}={word}" for key, word in zip(free, words, strict=False)]
@@ -157,7 +162,9 @@ def parse(schema: type[S], argv: Sequence[str]) -> S:
     for argument in argv:
         key, equals, value = argument.partition("=")
         if not equals or key.startswith("-"):
-            raise ConfigError(f"{argument!r} is not an argument. Write key=value; --help lists the keys.")
+            is_source = "source" in getattr(schema, "__dataclass_fields__", ()) and is_existing_path(argument)
+            form = f"from={argument}" if is_source else "key=value"
+            raise ConfigError(f"{argument!r} is not an argument. Write {form}; --help lists the keys.")
         pairs.append((key, value))
     return filled(schema, pairs, _value)
 
@@ -202,6 +209,8 @@ def _set(cfg: DictConfig, key: str, value: Any, read: Callable[[Any], Any]) -> N
         text = str(value).replace("\\", "\\\\").replace('"', '\\"')
         quoted = shlex.quote(f'{key}="{text}"')
         reason = str(error).splitlines()[0].rstrip(".:")
+        if reason.endswith("could not be converted to Integer"):
+            raise ConfigError(whole_number(key, str(value))) from error
         given = repr(f"{key}={value}")
         raise ConfigError(f"{given} cannot be read: {reason}. A text with symbols is written {quoted}.") from error
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
+from cascade_train.config.error_messages import paragraph_of
 from cascade_train.config.preflight import guidance_scale, preflight
 from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
@@ -108,12 +113,23 @@ def find_stages(
 
 def override_sampling(cfg: DictConfig, args: PaintingArgs) -> None:
     """Override the run's sampling settings with the arguments given, and check them."""
-    for key in ("sampler", "steps", "guidance_scale", "negative_prompt", "shift"):
-        if getattr(args, key) is not None:
-            cfg.sample[key] = getattr(args, key)
-    checked = preflight(cfg, ranks=1)
+    keys = ("sampler", "steps", "guidance_scale", "negative_prompt", "shift")
+    given = {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
+    with own_keys("sample", given):
+        cfg.sample.update(given)
+        checked = preflight(cfg, ranks=1)
     if args.negative_prompt and checked.sample.guidance_scale == 1.0:
         _log.warning("negative_prompt= has no effect: guidance_scale=1 does not guide.")
+
+
+@contextmanager
+def own_keys(node: str, given: Iterable[str]) -> Iterator[None]:
+    """Let an error on keys of a run name the arguments of the command that set them."""
+    try:
+        yield
+    except (ConfigError, OmegaConfBaseException) as error:
+        text = str(paragraph_of(error))
+        raise ConfigError(re.sub(rf"\b{node}\.({'|'.join(given)})\b", r"\1", text)) from error
 
 
 def set_decoding(cfg: DictConfig, args: PaintingArgs) -> None:

@@ -45,6 +45,7 @@ def find_pictures(root: Path, others: list[str]) -> Iterator[PictureFile]:
     """
     if not root.is_dir():
         other = f". Tars are read by: data=webdataset data.urls={root}" if root.suffix == ".tar" else ""
+        other = f". Give the folder of the pictures: data.path={root.parent}" if "*" in root.name else other
         raise ConfigError(
             f"data.path={root} is not a folder; paths are relative to the current folder, {Path.cwd()}{other}"
         )

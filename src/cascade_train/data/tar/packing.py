@@ -10,6 +10,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -65,6 +66,7 @@ def pack(
     RunError where what was written reads back differently.
     """
     source = _Once(path=folder, caption_from=caption_from, metadata=True, index_dir=None, **_READ_IN_ORDER)
+    made = [path for path in (out, *out.parents) if not path.exists()]
     out.mkdir(parents=True, exist_ok=True)
     if any(re.fullmatch(rf"{re.escape(name)}-\d+\.tar", path.name) for path in out.iterdir()):
         raise ConfigError(f"out={out} holds {name}-*.tar already: remove them, or choose another folder or name")
@@ -84,6 +86,9 @@ def pack(
         return Packed(tars=moved, samples=len(digests), left_out=tuple(left_out))
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+        with suppress(OSError):  # the first that is not empty
+            for path in made:
+                path.rmdir()
 
 
 class _Once(Folder):

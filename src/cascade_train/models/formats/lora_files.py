@@ -19,7 +19,7 @@ from cascade_train.files.untrusted import parsing, stored_mapping
 from cascade_train.models.adapters.kind import Strength
 from cascade_train.models.adapters.kinds import KINDS, by_module, is_adapter, kind_of, peft_alphas, peft_options
 from cascade_train.models.family import Family, Shape
-from cascade_train.models.formats.lora_files_keyed import read_keyed, with_one_rank
+from cascade_train.models.formats.lora_files_keyed import foreign, read_keyed, with_one_rank
 from cascade_train.models.formats.weights import check_fit, read_tensors, shapes_of, write_tensors
 from cascade_train.models.formats.weights_source import find_part
 from cascade_train.models.lora import (
@@ -371,9 +371,7 @@ def _check_fit(lora: StoredLora, modules: Mapping[str, Shape], origin: str) -> N
         raise ConfigError(f"{origin}: its adapters have rank {least}, at least 1 is needed; copy the file again")
     absent = [name for name in spec.targets if name not in modules]
     if absent:
-        raise ConfigError(
-            f"{origin}: adapts {absent[0]}, which this model has not; choose the model= the adapter was trained on"
-        )
+        raise ConfigError(foreign(origin, absent[0]))
     kind = KINDS[spec.kind]
     shapes = {name: kind.shapes(spec, spec.of(name).rank, modules[name]) for name in spec.targets}
     wanted = {f"{name}.{part}": shape for name, parts in shapes.items() for part, shape in parts.items()}

@@ -28,6 +28,9 @@ TEXT_PREFIXES = ("lora_prior_te_", "lora_te_", "lora_te1_")
 SECOND_PREFIX = "lora_te2_"
 """Prefix of a second text encoder's modules."""
 
+MARKS = {"transformer_blocks": "diffusers' UNet2DConditionModel", ".attention.": "Stable Cascade"}
+"""What names of adapted modules hold -> the network or family that has them."""
+
 _DOTTED = ("", "base_model.model.", "diffusion_model.")
 _TEXT_MODULE = re.compile(r"text_model_encoder_layers_(\d+)_(self_attn_[kqv]_proj|self_attn_out_proj|mlp_fc[12])")
 
@@ -112,9 +115,7 @@ def read_keyed(
             raise ConfigError(f"{origin}: {stem} is scaled by {alpha}; copy the file again")
         name = names.get(stem) or _text_name(stem)
         if name is None:
-            raise ConfigError(
-                f"{origin}: adapts {stem}, which this model has not; choose the model= the adapter was trained on"
-            )
+            raise ConfigError(foreign(origin, stem))
         adapters[name] = parts
     options, gathered = kind.gather(adapters, modules, given, origin)
     state = {f"{name}.{part}": value for name, plain in gathered.items() for part, value in plain.items()}
@@ -177,3 +178,9 @@ def with_one_rank(lora: StoredLora) -> StoredLora:
     state = {f"{name}.{part}": value for name, parts in raised.items() for part, value in parts.items()}
     spec = replace(lora.spec, rank=whole.rank, alpha=whole.alpha, ranks={}, alphas={})
     return replace(lora, spec=spec, state=state)
+
+
+def foreign(origin: str, module: str) -> str:
+    """Return a sentence on an adapted module that a network lacks, with the family that has such modules."""
+    of = next((f" of {family}" for mark, family in MARKS.items() if mark in module), "")
+    return f"{origin}: adapts {module}{of}, which this model has not; choose the model= the adapter was trained on"

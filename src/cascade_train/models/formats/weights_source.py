@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,8 +173,13 @@ def find_part(folder: Path, part: str, key: str) -> Path:
             f"{key}={folder}: is a checkpoint for resuming, in shards of its own form; name its run {run} instead, "
             f"whose export/{part} is read, or export it: cascade-train export from={run} step={step} out=…"
         )
-    if (folder / "export").is_dir() or is_run(folder) or (folder / "lora").is_dir():
-        raise ConfigError(f"{key}={folder}: this run has left no export/{part}{_describe_exports(folder, part)}")
+    is_bare = folder.is_dir() and [each.name for each in folder.iterdir()] == ["config.yaml"]
+    if (folder / "export").is_dir() or is_run(folder) or (folder / "lora").is_dir() or is_bare:
+        network = f"; a network is set by model.weights={folder}" if key == "task.weights" and part == "lora" else ""
+        left = _describe_exports(folder, part)
+        raise ConfigError(
+            f"{key}={folder}: this run has left no export/{part}{left}{network if 'only' in left else ''}"
+        )
     return folder
 
 
@@ -182,7 +187,7 @@ def _describe_exports(folder: Path, part: str) -> str:
     export = folder if (folder / "lora").is_dir() else folder / "export"
     left = sorted(child.name for child in export.iterdir() if child.is_dir()) if export.is_dir() else []
     if not left:
-        if is_run(folder) and (reason := no_checkpoint_yet(folder)):
+        if reason := no_checkpoint_yet(folder):
             return f": {reason}"
         return f"; let it finish, or export its newest checkpoint: cascade-train export from={folder}"
     adapter = "; an adapter is no whole network, give the weights that it was trained on" if "lora" in left else ""
@@ -237,14 +242,27 @@ def hub_files(spec: WeightsSpec) -> list[Path]:
     return [_fetch(source, name, spec) for name in names]
 
 
-def hub_names(spec: WeightsSpec) -> tuple[HubSource, list[str]]:
-    """Return the repository of a spec and the names of its files there, without downloading weights."""
+def hub_source(spec: WeightsSpec) -> HubSource:
+    """Return the place on the hub that a spec names; a ConfigError where it names none."""
     source = parse_source(spec.source)
     if source is None or (not source.inside and spec.source.endswith(SINGLE_FILE_SUFFIXES)):
         raise ConfigError(
             f"{spec.key}={spec.source}: no such file or folder; give a path that exists, a hub id such as "
             f"owner/name:subfolder, or {' or '.join(PACKAGED)}"
         )
+    return source
+
+
+def refuse_missing(specs: Iterable[WeightsSpec]) -> None:
+    """Raise a ConfigError where a source is neither on this machine nor a name of the hub."""
+    for spec in specs:
+        if not local_path(spec.source).exists():
+            hub_source(spec)
+
+
+def hub_names(spec: WeightsSpec) -> tuple[HubSource, list[str]]:
+    """Return the repository of a spec and the names of its files there, without downloading weights."""
+    source = hub_source(spec)
     folder = source.inside or spec.part or ""
     if folder.endswith(SINGLE_FILE_SUFFIXES):
         return source, [folder]

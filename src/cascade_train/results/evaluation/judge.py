@@ -327,8 +327,9 @@ def claim(out: Path, settings: Mapping[str, Any], *, run: Path | None = None) ->
         if not changed:
             return
         if owner is None or former != owner or changed != ["from"]:
+            names = ", ".join(changed).replace("captions", "count or captions")
             raise ConfigError(
-                f"out={out}: holds pictures of another evaluation, which differs in {', '.join(changed)}. Choose "
+                f"out={out}: holds pictures of another evaluation, which differs in {names}. Choose "
                 "another out=, or remove the folder."
             )
         log.warning("%s: the run has saved this step again since; its pictures are made anew.", out)

@@ -19,6 +19,14 @@ def test_a_negative_prompt_is_read_from_a_file_of_one(tmp_path: Path) -> None:
         PaintingArgs(source="x", negative_prompt=f"@{tmp_path}/two.txt")
 
 
+@pytest.mark.parametrize("key", ["steps", "sampler"])
+def test_a_wrong_setting_is_refused_by_the_key_that_was_typed(key: str) -> None:
+    cfg = find_model("package:tiny/sd", key="from", part=None).cfg
+    given = {"steps": 0, "sampler": "euler"}[key]
+    with pytest.raises(ConfigError, match=f"^{key}={given} must be "):
+        override_sampling(cfg, PaintingArgs(source="package:tiny/sd", **{key: given}))
+
+
 @pytest.mark.parametrize(("scale", "warns"), [(1.0, True), (3.0, False), (None, False)])
 def test_a_negative_prompt_without_guidance_is_said_to_do_nothing(
     scale: float | None, warns: bool, caplog: pytest.LogCaptureFixture

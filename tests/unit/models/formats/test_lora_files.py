@@ -64,6 +64,12 @@ def halves(name: str = "clip_txt_mapper") -> dict[str, Tensor]:
         ("clip_txt_mapper", {"base_size": "c_1b"}, {}, "to Stage C 1B, but the network is of another size"),
         ("clip_txt_mapper", {"base_size": "c_1b"}, {"conditioning_dim": 2048}, "is Stage C 3.6B; use model=c_1b"),
         ("effnet_mapper.0", {}, {}, "from=.*: adapts effnet_mapper.0, which this model has not"),
+        (
+            "mid.transformer_blocks.0.attn1",
+            {},
+            {},
+            "attn1 of diffusers. UNet2DConditionModel, which this model has not",
+        ),
         ("clip_txt_mapper", {}, {"conditioning_dim": 64}, r"has shape \(32, 2\), this model needs \(64, 2\)"),
         ("clip_txt_mapper", {"targets": ("clip_txt_mapper", "clf.1")}, {}, r"modules \(2 missing: clf.1.lora_A.weight"),
     ],

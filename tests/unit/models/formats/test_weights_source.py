@@ -19,6 +19,7 @@ from cascade_train.models.formats.weights_source import (
     find_files,
     find_part,
     find_weight_files,
+    refuse_missing,
     weights_found_once,
 )
 
@@ -82,6 +83,7 @@ CHECKPOINT = "is a checkpoint for resuming, in shards.*its run .*/run instead.*e
         ),
         (["export/lora/lora.safetensors"], "", ONLY_LORA),
         (["export/lora/lora.safetensors"], "export", ONLY_LORA),
+        (["run/config.yaml"], "run", "has left no export/prior: this run has no checkpoint yet"),
         (["holiday.jpg"], "", f"no weights in this folder, looked for {WEIGHTS}.*found holiday.jpg"),
         (["weights.zip"], "weights.zip", "must end in one of .safetensors"),
     ],
@@ -91,6 +93,19 @@ def test_what_holds_no_network_is_refused(tmp_path: Path, files: list[str], sour
         touch(tmp_path / name)
     with pytest.raises(ConfigError, match=message):
         find_network(str(tmp_path / source))
+
+
+def test_a_network_in_place_of_an_adapter_is_refused_with_its_own_key(tmp_path: Path) -> None:
+    touch(tmp_path / "export/prior/x.safetensors")
+    with pytest.raises(ConfigError, match="no export/lora, only prior; a network is set by model.weights="):
+        find_part(tmp_path, "lora", "task.weights")
+
+
+def test_a_path_that_is_not_there_is_refused_before_a_hub_is_asked() -> None:
+    specs = [WeightsSpec(key=key, source=source) for key, source in {"a": "owner/name", "b": "/no/x"}.items()]
+    refuse_missing(specs[:1])
+    with pytest.raises(ConfigError, match="b=/no/x: no such file or folder"):
+        refuse_missing(specs)
 
 
 def test_the_adapter_of_a_run_is_found(tmp_path: Path) -> None:
