@@ -32,12 +32,20 @@ paint runs/kept kept
 python - <<'PYTHON'
 from PIL import Image, ImageDraw
 
-columns, side = ("before", "after", "kept"), 192
-sheet = Image.new("RGB", (3 * (side + 8) - 8, 3 * (side + 8) + 12), "white")
+columns, side, labels = ("before", "after", "kept"), 192, 150
+rows = (
+    "a large green star\nin the center\non a black background",
+    "a large red star\nat the top left\non a blue background",
+    "a large blue circle\nin the center\non a white background",
+)
+sheet = Image.new("RGB", (labels + 3 * (side + 8) - 8, 3 * (side + 8) + 12), "white")
+draw = ImageDraw.Draw(sheet)
+for y, prompt in enumerate(rows):
+    draw.text((4, y * (side + 8) + 24), prompt, fill="black")
 for x, (folder, title) in enumerate(zip(columns, ("before", "stars alone", "with other pictures"))):
-    ImageDraw.Draw(sheet).text((x * (side + 8) + 4, 4), title, fill="black")
+    draw.text((labels + x * (side + 8) + 4, 4), title, fill="black")
     for y in range(3):
         picture = Image.open(f"{folder}/{y:02d}_00.png").resize((side, side), Image.Resampling.NEAREST)
-        sheet.paste(picture, (x * (side + 8), y * (side + 8) + 20))
+        sheet.paste(picture, (labels + x * (side + 8), y * (side + 8) + 20))
 sheet.save("first_lora.png")
 PYTHON

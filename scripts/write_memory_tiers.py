@@ -31,10 +31,10 @@ FIRST, LAST = "<!-- tiers: computed -->", "<!-- end -->"
 FIRST_LEAST = "<!-- least: computed -->"
 LEAST = (
     ("`c_3b`, LoRA", "model=c_3b task=lora"),
-    ("the same on a base in 8 bits", "model=c_3b task=lora train.base_weights=int8"),
+    ("the same, with the frozen network in int8", "model=c_3b task=lora train.base_weights=int8"),
     ("`c_1b`, LoRA", "model=c_1b task=lora"),
     ("`c_3b`, ControlNet", "model=c_3b task=controlnet"),
-    ("the same beside a base in 8 bits", "model=c_3b task=controlnet train.base_weights=int8"),
+    ("the same, with the frozen network in int8", "model=c_3b task=controlnet train.base_weights=int8"),
     ("`c_3b`, all weights, weights in bf16", "model=c_3b task=finetune train.master_weights=bf16 optimizer=adamw_8bit"),
     ("the same by Adafactor", "model=c_3b task=finetune train.master_weights=bf16 optimizer=adafactor"),
     ("`c_3b`, all weights, offloaded", "model=c_3b task=finetune parallel.cpu_offload=true"),

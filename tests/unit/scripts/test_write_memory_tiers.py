@@ -96,6 +96,9 @@ def test_numbers_of_memory_in_texts_are_those_of_the_tables():
         (scale, f"{two} or {four} GB at one image"),
         (scale, f"`hsdp` for finetuning ({eight} GB"),
         (scale, f"pinned memory ({offloaded} GB"),
-        (trouble, f"Fine-tuning all of `c_3b` takes {whole} GB with both; a LoRA takes {adapters} GB"),
+        (trouble, f"Fine-tuning all of `c_3b` takes {whole} GB with checkpointing"),
+        (trouble, f"; a LoRA takes {adapters} GB"),
+        (trouble, f"training takes {split['c_3b, ControlNet'][0]} GB with"),
+        (memory, f"the README has {split['c_3b, ControlNet'][0]} GB for the ControlNet"),
     )
     assert [text for page, text in repeated if text not in page] == []
