@@ -127,9 +127,11 @@ class Order:
 
         The last step may open the next epoch.
         """
-        start = Start() if state is None else self._start_of(state)
-        if self._plan_from(self._global_batch_size, Start()).epoch_start(start.position) == start:
-            start = Start()  # nothing has changed since the run began
+        start = Start()
+        if state is not None:
+            start = self._start_of(state, is_changed=self._on_change == "restart" and bool(self._changes(state)))
+            if self._plan_from(self._global_batch_size, Start()).epoch_start(start.position) == start:
+                start = Start()  # nothing has changed since the run began
         if self._leftover == "carry":
             samples = (epochs - start.epoch) * len(self._rows) - sum(start.taken)
             return start.position + max(0, -(-samples // self._global_batch_size))
@@ -160,7 +162,7 @@ class Order:
                 f"global_batch_size={self._global_batch_size}: set it back (ranks and micro-batches may change), or"
                 " start another run with a new run.name, or continue with other batches by data.on_change=restart"
             )
-        start = self._start_of(state)
+        start = self._start_of(state, is_changed=bool(changed))
         if changed:
             _log.warning("The data changed (%s); epoch %d begins.", "; ".join(changed), start.epoch)
         elif size != self._global_batch_size:
@@ -168,12 +170,12 @@ class Order:
         self._plan = self._plan_from(self._global_batch_size, start)
         return int(state["position"])
 
-    def _start_of(self, state: Mapping[str, Any]) -> Start:
+    def _start_of(self, state: Mapping[str, Any], *, is_changed: bool) -> Start:
         """Return where the plan of a run begins that goes on at a state: at the next epoch where its data changed."""
         position, size = state["position"], state["global_batch_size"]
         saved = state.get("start", {"position": 0, "epoch": 0, "taken": []})  # older states begin at the beginning
         start = Start(position=saved["position"], epoch=saved["epoch"], taken=tuple(saved["taken"]))
-        if self._changes(state):
+        if is_changed:
             return Start(position=position, epoch=start.epoch + 1)
         return start if size == self._global_batch_size else self._plan_from(size, start).start_at(position)
 
