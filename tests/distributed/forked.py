@@ -32,8 +32,6 @@ from torch import nn
 from cascade_train.__main__ import launch
 from cascade_train.assembly import model
 from cascade_train.assembly import run as build
-from cascade_train.config.launch import compose_root, with_implied_choices
-from cascade_train.config.overrides import with_paths_quoted
 from cascade_train.distributed import sharded
 from cascade_train.distributed.parallelize import local
 from cascade_train.distributed.sharded import Gather, Scatter
@@ -258,12 +256,6 @@ def import_what_ranks_imported(file: Path) -> None:
                 importlib.import_module(name)
 
 
-def compose_first(argv: list[str]) -> None:
-    """Compose here what a training will, so that its ranks find the files merged (tests/warm/quick.py)."""
-    with contextlib.suppress(Exception):  # which is the ranks' to report
-        compose_root(with_implied_choices(with_paths_quoted(argv)))
-
-
 def main() -> None:
     """Fork the ranks of each run, one run after the other."""
     sys.path.insert(0, str(Path(__file__).parents[2]))  # hooks name other tests by their full path
@@ -273,7 +265,6 @@ def main() -> None:
     for run in json.loads(Path(sys.argv[1]).read_text()):
         port, children = free_port(), []
         Path(run["out"]).mkdir(parents=True, exist_ok=True)
-        compose_first(run["argv"] or [])
         gc.freeze()  # what is here now is not looked at in ranks, so that they share its memory
         for rank in range(run["ranks"]):
             child = os.fork()

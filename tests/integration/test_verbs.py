@@ -95,9 +95,9 @@ def test_a_lora_on_a_run_paints_otherwise_than_its_base(base: Path, lora: Path, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"steps": 0}, "sample.steps=0 must be 1 or more"),
-        ({"shift": 0.0}, "sample.shift=0.0 must be greater than 0"),
-        ({"guidance_scale": float("nan")}, "sample.guidance_scale=nan must be a finite number"),
+        ({"steps": 0}, "steps=0 must be 1 or more"),
+        ({"shift": 0.0}, "shift=0.0 must be greater than 0"),
+        ({"guidance_scale": float("nan")}, "guidance_scale=nan must be a finite number"),
         ({"prompts": []}, r"prompts=\[\] names nothing to draw, e.g. "),
         ({"count": 0}, "count=0 must be 1 or more"),
     ],
