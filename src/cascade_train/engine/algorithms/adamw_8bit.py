@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class AdamW8bit(Optimizer):
         block_size: numbers of a row that share a scale.
     """
 
-    by_element = True  # a rank can update its rows alone
+    by_element: ClassVar[bool] = True  # a rank can update its rows alone
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ class Lion(pytorch_optimizer.Lion):
         foreach: all tensors at once: fewer launches, more temporary memory.
     """
 
-    by_element = True
+    by_element: ClassVar[bool] = True  # a rank can update its rows alone
 
     def __init__(
         self, params: Iterable[Any], *, lr: float, weight_decay: float = 0.0, betas: tuple[float, float], foreach: bool
@@ -129,7 +129,7 @@ class ScheduleFreeAdamW(pytorch_optimizer.ScheduleFreeAdamW):
         foreach: all tensors at once: fewer launches, more temporary memory.
     """
 
-    by_element = True
+    by_element: ClassVar[bool] = True  # a rank can update its rows alone
     is_schedule_free: ClassVar[bool] = True
 
     def __init__(
