@@ -5,10 +5,6 @@ Every case names the file of the trainer's source that its values were read from
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -174,20 +170,3 @@ def test_the_report_does_not_say_what_does_not_happen(
     system: str, given: dict[str, Any], key: str, folder: Path
 ) -> None:
     assert key not in told(given, folder, system=system)[0].fates
-
-
-def test_the_lines_of_a_report_come_in_one_order(folder: Path) -> None:
-    """Sets of texts have another order in each process."""
-    unread = ["scale_parameter=True", "relative_step=True"]
-    (folder / "given.json").write_text(json.dumps(OWN | {"optimizer_type": "AdamW", "optimizer_args": unread}))
-    code = (
-        "import json; from cascade_train.commands.recipe import ImportArgs, translate;"
-        "args = ImportArgs(source='given.json', out='experiment/mine.yaml', system='kohya');"
-        "print(translate(json.load(open('given.json')), args).fates)"
-    )
-    said = {
-        subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True,
-                       text=True, check=True).stdout
-        for seed in "0123"
-    }  # fmt: skip
-    assert len(said) == 1
