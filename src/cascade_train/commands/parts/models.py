@@ -129,7 +129,9 @@ def own_keys(node: str, given: Iterable[str]) -> Iterator[None]:
         yield
     except (ConfigError, OmegaConfBaseException) as error:
         text = str(paragraph_of(error))
-        raise ConfigError(re.sub(rf"\b{node}\.({'|'.join(given)})\b", r"\1", text)) from error
+        for key in given:
+            text = re.sub(rf"\b{node}\.{key}\b", key, text)
+        raise ConfigError(text) from error
 
 
 def set_decoding(cfg: DictConfig, args: PaintingArgs) -> None:

@@ -1,4 +1,4 @@
-"""What a trainer does with a file, by its own source, is what the import composes, or what it says that it leaves.
+"""What a trainer does with a file, by its own source, is what the import composes.
 
 Every case names the file of the trainer's source, at the commit that its table names, which its values were read from.
 """
@@ -11,37 +11,31 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from cascade_train.config.recipes.recipe import Kind
 from tests.unit.config.recipes.test_edges import ADAPTERS, algorithm
-from tests.unit.config.recipes.test_systems import BACKENDS, ONETRAINER
-from tests.unit.config.recipes.test_taken_over import ED, OT, OWN, ST, folder, told
+from tests.unit.config.recipes.test_systems import ONETRAINER
+from tests.unit.config.recipes.test_taken_over import OT, OWN, folder, told
+from tests.unit.config.recipes.trainer_files import (
+    ALGORITHM,
+    CASCADE,
+    CONSTANT,
+    DEBIASED,
+    DECAY,
+    DROPS,
+    EDREAM,
+    LR,
+    PRODIGY,
+    TAGS,
+    TUNER,
+    WEIGHT,
+    WEIGHTS,
+    backend,
+    concepts,
+    sizes,
+    subsets,
+    without,
+)  # fmt: skip
 
 assert callable(folder), "a fixture"
-EDREAM = {key: value for key, value in ED.items() if key not in ("optimizer_config", "validation_config")}
-EDREAM |= {"resume_ckpt": "sd_v1-5"}
-TUNER = ST | {"model_family": "sdxl"}
-CASCADE = ST | {"snr_gamma": None}
-XL = OT | {"model_type": "STABLE_DIFFUSION_XL_10_BASE"}
-WEIGHT, WEIGHTS = "objective.loss_weight", "cascade_train.diffusion.loss_weight"
-DEBIASED = {f"{WEIGHT}._target_": f"{WEIGHTS}.DebiasedLossWeight"}
-LR, ALGORITHM, DECAY = "lr_scheduler", "optimizer.algorithm", "optimizer.weight_decay"
-PRODIGY = {DECAY: 0.0, f"{ALGORITHM}.bias_correction": False, f"{ALGORITHM}.safeguard_warmup": False}
-
-
-def without(given: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in given.items() if key not in keys}
-
-
-def backend(**changes: Any) -> dict[str, Any]:
-    """Return a file of SimpleTuner's with one dataset, that cuts no pictures unless `changes` say so."""
-    return TUNER | {"backends": [without(BACKENDS[0], "crop", "crop_style", "crop_aspect") | changes]}
-
-
-def subsets(*own: dict[str, Any], **general: Any) -> dict[str, Any]:
-    return without(OWN, "train_data_dir") | {"datasets": [{"subsets": [{"image_dir": "a"} | each for each in own]}],
-                                             **{f"general.{key}": value for key, value in general.items()}}  # fmt: skip
-
-
 VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     # OneTrainer, modules/modelSetup/mixin/ModelSetupDiffusionLossMixin.py:293: CONSTANT, the default, does nothing
     (
@@ -193,63 +187,54 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("kohya", ADAPTERS | {"unet_lr": 0.0, "learning_rate": 1e-4}, {"optimizer.lr": 1e-4}),
     # EveryDream 2, train.py:949
     ("everydream", EDREAM | {"zero_frequency_noise_ratio": -1}, {"objective.offset_noise": 0.0}),
-]
-
-SAID: list[tuple[str, dict[str, Any], Kind, str]] = [
-    # OneTrainer: a text tower of SDXL loses its caption alone (modules/model/StableDiffusionXLModel.py:238)
+    # OneTrainer, modules/util/create.py: came_pytorch's decay is 0 unless the file says more
+    ("onetrainer", algorithm("CAME"), {DECAY: 0.0}),
+    # MGDS, DropTags, as modules/dataLoader/mixin/DataLoaderText2ImageMixin.py uses it: RANDOM drops single tags
+    ("onetrainer", concepts({"text": DROPS | {"tag_dropout_mode": "RANDOM"}}), {f"{TAGS}.drop_prob": 0.3}),
+    ("onetrainer", concepts({"text": DROPS | {"tag_dropout_mode": "FULL"}}), {f"{TAGS}.drop_prob": 0.0}),
+    ("onetrainer", concepts({"text": DROPS}), {f"{TAGS}.drop_prob": 0.0}),
     (
         "onetrainer",
-        XL | {"text_encoder_2": {"dropout_probability": 0.1}},
-        Kind.MISSING,
-        "text_encoder_2.dropout_probability",
+        concepts({"text": DROPS | {"tag_dropout_enable": False, "tag_dropout_mode": "RANDOM"}}),
+        {f"{TAGS}.drop_prob": 0.0},
     ),
-    # sd-scripts, library/train_util.py:2168: regularisation pictures come as often as all others
-    ("kohya", subsets({}, {"image_dir": "reg", "is_reg": True}), Kind.YOURS, "is_reg of reg"),
-    # OneTrainer, modules/util/lr_scheduler_util.py:48: a smooth cosine
-    ("onetrainer", OT | {"learning_rate_scheduler": "COSINE_WITH_RESTARTS"}, Kind.MISSING, "learning_rate_scheduler"),
-    # SimpleTuner, helpers/training/custom_schedule.py:195: warmup steps are the period of a cosine
-    ("simpletuner", TUNER | {"lr_scheduler": "cosine"}, Kind.MISSING, "lr_scheduler"),
-    ("simpletuner", TUNER | {"lr_scheduler": "cosine_with_restarts"}, Kind.MISSING, "lr_scheduler"),
-    ("simpletuner", TUNER | {"lr_scheduler": "cosine"}, Kind.SAME, "lr_warmup_steps"),
-    # SimpleTuner, helpers/training/optimizer_param.py:728, 1190, 250
-    ("simpletuner", TUNER | {"optimizer": "prodigy"}, Kind.YOURS, "optimizer=prodigy"),
-    ("simpletuner", TUNER | {"adam_weight_decay": 0.3}, Kind.UNNEEDED, "adam_weight_decay"),
+    # OneTrainer, modules/util/config/ConceptConfig.py: pictures are flipped unless the concept says no
+    ("onetrainer", concepts({}), {"data.flip_prob": 0.5}),
+    ("onetrainer", concepts({"image": {"enable_random_flip": False}}), {"data.flip_prob": 0.0}),
+    ("onetrainer", concepts({"image": {"enable_fixed_flip": True}}), {"data.flip_prob": 1.0}),
+    # OneTrainer, modules/util/create.py: schedule-free optimizers have a constant rate, without a warmup
     (
-        "simpletuner",
-        TUNER | {"optimizer": "adamw_schedulefree", "lr_scheduler": "constant"},
-        Kind.YOURS,
-        "warmup of a schedule-free optimizer",
+        "onetrainer",
+        algorithm("SCHEDULE_FREE_ADAMW") | {"learning_rate_scheduler": "COSINE", "learning_rate_warmup_steps": 50},
+        {f"{LR}.warmup_steps": 1, f"{LR}._target_": CONSTANT},
     ),
-    # OneTrainer, modules/util/create.py: adv_optm, prodigyplus
-    ("onetrainer", algorithm("PRODIGY_ADV"), Kind.YOURS, "a variant of its optimizer"),
-    # SimpleTuner, helpers/models/common.py:5942: a quarter of the steps unless the file says more
-    ("simpletuner", TUNER, Kind.YOURS, "offset noise of a part of the steps"),
-    ("simpletuner", TUNER | {"noise_offset_probability": 0.5}, Kind.MISSING, "noise_offset_probability"),
-    # OneTrainer, modules/modelSetup/mixin/ModelSetupNoiseMixin.py
-    ("onetrainer", OT | {"perturbation_noise_weight": 0.1}, Kind.MISSING, "perturbation_noise_weight"),
-    ("onetrainer", OT | {"perturbation_noise_weight": 0.0}, Kind.SAME, "perturbation_noise_weight"),
-    ("onetrainer", OT | {"timestep_shift": 2.0}, Kind.YOURS, "timestep_shift"),
-    ("onetrainer", OT | {"timestep_shift": 1.0}, Kind.SAME, "timestep_shift"),
-    # sd-scripts, library/train_util.py:2078: class_tokens caption pictures without a file
-    ("kohya", subsets({"class_tokens": "sks dog"}), Kind.YOURS, "class_tokens"),
-    # EveryDream 2, train.py:1378, 1009; optimizer/optimizers.py:219
-    ("everydream", without(EDREAM, "loss_type"), Kind.YOURS, "loss_type"),
-    ("everydream", EDREAM | {"lr_scheduler": "cosine"}, Kind.YOURS, "lr_warmup_steps"),
-    ("everydream", EDREAM | {"lr_scheduler": "cosine"}, Kind.YOURS, "lr_decay_steps"),
-    ("everydream", EDREAM | {"lr_warmup_steps": 400}, Kind.UNNEEDED, "lr_warmup_steps"),
-    # sd-scripts, library/train_util.py:5410: two sides are a shape, where there are no buckets
-    ("kohya", OWN | {"resolution": "512,768"}, Kind.YOURS, "a resolution of two sides"),
-    ("kohya", subsets({}, resolution=[512, 768]), Kind.YOURS, "a resolution of two sides"),
-    ("kohya", ADAPTERS | {"unet_lr": 0.0}, Kind.YOURS, "unet_lr"),
-]
-UNSAID: list[tuple[str, dict[str, Any], str]] = [
-    ("kohya", OWN | {"resolution": "512,512"}, "a resolution of two sides"),
-    ("kohya", OWN | {"resolution": "512,768", "enable_bucket": True}, "a resolution of two sides"),
-    ("kohya", subsets({}, resolution=[512, 512]), "a resolution of two sides"),
-    ("simpletuner", TUNER | {"offset_noise": False}, "offset noise of a part of the steps"),
-    ("simpletuner", TUNER, "optimizer=prodigy"),
-    ("onetrainer", algorithm("PRODIGY"), "a variant of its optimizer"),
-    ("everydream", EDREAM | {"lr_scheduler": "cosine", "lr_decay_steps": 900, "lr_warmup_steps": 9}, "lr_decay_steps"),
+    # sd-scripts, library/train_util.py: get_dummy_scheduler
+    (
+        "kohya",
+        OWN | {"optimizer_type": "AdamWScheduleFree", "lr_scheduler": "cosine", "lr_warmup_steps": 50},
+        {f"{LR}.warmup_steps": 1, f"{LR}._target_": CONSTANT},
+    ),
+    # sd-scripts, library/train_util.py: get_scheduler_fix passes the ratio to two schedules
+    (
+        "kohya",
+        OWN | {"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_min_lr_ratio": 0.1},
+        {f"{LR}.min_factor": 0.1},
+    ),
+    ("kohya", OWN | {"lr_scheduler": "cosine", "lr_scheduler_min_lr_ratio": 0.1}, {f"{LR}.min_factor": 0.0}),
+    ("kohya", OWN | {"lr_scheduler": "warmup_stable_decay", "lr_decay_steps": 0.2}, {f"{LR}.decay_steps": 1000}),
+    ("kohya", OWN | {"lr_scheduler": "warmup_stable_decay", "lr_decay_steps": 200}, {f"{LR}.decay_steps": 200}),
+    # EveryDream 2, train.py: divided by the SNR, whatever the network predicts
+    (
+        "everydream",
+        EDREAM | {"resume_ckpt": "v2-1_768", "min_snr_gamma": 5.0},
+        {f"{WEIGHT}.target": "epsilon", "objective.target._target_": "cascade_train.diffusion.target.VTarget"},
+    ),
+    # sd-scripts, library/config_util.py: a dataset has a size of its own
+    (
+        "kohya",
+        sizes(512, 768),
+        {"model.image_size": 512, "data.sources.a.image_size": 512, "data.sources.b.image_size": 768},
+    ),
 ]
 
 
@@ -259,28 +244,6 @@ def test_the_recipe_has_what_the_trainer_does(
 ) -> None:
     _, cfg = told(given, folder, system=system)
     assert {key: OmegaConf.select(cfg, key) for key in expected} == expected
-
-
-@pytest.mark.parametrize(("system", "given", "kind", "key"), SAID, ids=[f"{n}-{c[3]}" for n, c in enumerate(SAID)])
-def test_the_report_says_what_is_otherwise_here(
-    system: str, given: dict[str, Any], kind: Kind, key: str, folder: Path
-) -> None:
-    recipe, _ = told(given, folder, system=system)
-    assert recipe.fates[key][0] is kind, recipe.report()
-
-
-@pytest.mark.parametrize(("system", "given", "key"), UNSAID, ids=[f"{n}-{c[2]}" for n, c in enumerate(UNSAID)])
-def test_the_report_does_not_say_what_does_not_happen(
-    system: str, given: dict[str, Any], key: str, folder: Path
-) -> None:
-    recipe, _ = told(given, folder, system=system)
-    assert recipe.fates.get(key, (Kind.SAME,))[0] is not Kind.YOURS
-
-
-def test_a_key_that_the_one_dataset_has_itself_is_not_called_its_trainers_default(folder: Path) -> None:
-    recipe, _ = told(backend(crop=False), folder, system="simpletuner")
-    (line,) = [each for each in recipe.report() if "crop: data.aspect_ratios" in each]
-    assert line.endswith("wide")
 
 
 @pytest.mark.parametrize(("ranks", "warmup"), [(1, 400), (4, 100), (1000, 1)])
