@@ -28,9 +28,6 @@ TEXT_PREFIXES = ("lora_prior_te_", "lora_te_", "lora_te1_")
 SECOND_PREFIX = "lora_te2_"
 """Prefix of a second text encoder's modules."""
 
-MARKS = {"transformer_blocks": "diffusers' UNet2DConditionModel", ".attention.": "Stable Cascade"}
-"""What names of adapted modules hold -> the network or family that has them."""
-
 _DOTTED = ("", "base_model.model.", "diffusion_model.")
 _TEXT_MODULE = re.compile(r"text_model_encoder_layers_(\d+)_(self_attn_[kqv]_proj|self_attn_out_proj|mlp_fc[12])")
 
@@ -181,6 +178,5 @@ def with_one_rank(lora: StoredLora) -> StoredLora:
 
 
 def foreign(origin: str, module: str) -> str:
-    """Return a sentence on an adapted module that a network lacks, with the family that has such modules."""
-    of = next((f" of {family}" for mark, family in MARKS.items() if mark in module), "")
-    return f"{origin}: adapts {module}{of}, which this model has not; choose the model= the adapter was trained on"
+    """Return a sentence on an adapted module that a network lacks."""
+    return f"{origin}: adapts {module}, which this model has not; choose the model= the adapter was trained on"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cascade_train.commands.parts.models import PaintingArgs, override_sampling
+from cascade_train.commands.parts.models import PaintingArgs, override_sampling, own_keys
 from cascade_train.errors import ConfigError
 from cascade_train.results.find import find_model
 
@@ -25,6 +25,14 @@ def test_a_wrong_setting_is_refused_by_the_key_that_was_typed(key: str) -> None:
     given = {"steps": 0, "sampler": "euler"}[key]
     with pytest.raises(ConfigError, match=f"^{key}={given} must be "):
         override_sampling(cfg, PaintingArgs(source="package:tiny/sd", **{key: given}))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"), [([], "sample.steps=1 and sample.shift=2"), (["shift"], "sample.steps=1 and shift=2")]
+)
+def test_keys_that_were_not_given_keep_their_names(given: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{text}$"), own_keys("sample", given):
+        raise ConfigError("sample.steps=1 and sample.shift=2")
 
 
 @pytest.mark.parametrize(("scale", "warns"), [(1.0, True), (3.0, False), (None, False)])
