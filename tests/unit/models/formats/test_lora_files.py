@@ -68,7 +68,7 @@ def halves(name: str = "clip_txt_mapper") -> dict[str, Tensor]:
             "mid.transformer_blocks.0.attn1",
             {},
             {},
-            "attn1 of diffusers. UNet2DConditionModel, which this model has not",
+            "attn1, which this model has not",
         ),
         ("clip_txt_mapper", {}, {"conditioning_dim": 64}, r"has shape \(32, 2\), this model needs \(64, 2\)"),
         ("clip_txt_mapper", {"targets": ("clip_txt_mapper", "clf.1")}, {}, r"modules \(2 missing: clf.1.lora_A.weight"),
