@@ -222,6 +222,10 @@ def test_weights_are_converted_without_a_run(base: Path, tmp_path: Path, capsys:
     export(ExportArgs(source=str(base / "export"), format="diffusers", dtype="bf16", out=str(tmp_path / "half")))
     half = load_file(tmp_path / "half" / "prior" / "diffusion_pytorch_model.safetensors")
     assert all(torch.equal(half[name], value) for name, value in found.items())
+    place = str(tmp_path / "half")
+    export(ExportArgs(source=place, format="diffusers", dtype="fp32", model="c_tiny", out=place))
+    whole = load_file(tmp_path / "half" / "prior" / "diffusion_pytorch_model.safetensors")
+    assert {value.dtype for value in whole.values()} == {torch.float32}
 
 
 def test_a_lora_is_merged_and_the_result_trains(base: Path, lora: Path, tmp_path: Path) -> None:
@@ -269,7 +273,7 @@ def test_what_does_not_fit_a_run_is_refused_before_its_export_is_written(base: P
     before = [(path, path.stat().st_mtime_ns) for run in (base, lora) for path in sorted((run / "export").rglob("*"))]
     refused = {
         "dtype=bf16: is for what format= names. Add format=original for": (base, None, "bf16"),
-        "dtype=bf16: format=diffusers would replace the pipeline of .* by its": (base, "diffusers", "bf16"),
+        "dtype=bf16: format=diffusers would replace the pipeline in .* by its": (base, "diffusers", "bf16"),
         "dtype=bf16: is for a network's weights; adapters are written in fp32": (lora, "single", "bf16"),
         "format=diffusers: from=.* holds adapters, whose formats are peft, single": (lora, "diffusers", None),
         "format=kohya: from=.* holds a network's weights, whose formats are": (base, "kohya", None),

@@ -123,7 +123,8 @@ class JoinedSource(Source):
         keys, pictures = (np.empty(len(self._row), dtype=object) for _ in range(2))
         content = np.empty(len(self._row), dtype=np.uint64)
         shards = [set(part.index.shards) for part in parts]
-        come_again = len(set().union(*shards)) < sum(map(len, shards))  # then several sources may name one picture
+        may_share = len(set().union(*shards)) < sum(map(len, shards))  # names begin with those of shards
+        different, come_again = set[str](), False  # names, and whether several sources have one
         for number, part in enumerate(parts):
             here = self._part == number
             width_N, height_N = (part.index.table[field][self._row[here]] for field in ("width", "height"))
@@ -134,6 +135,9 @@ class JoinedSource(Source):
             content[here] = part.index.content[self._row[here]]
             rows, places = np.unique(self._row[here], return_inverse=True)  # a row that repeats has one name
             names = [part.index.name(row) for row in rows.tolist()]
+            if may_share:
+                come_again = come_again or not different.isdisjoint(names)
+                different.update(names)
             keys[here] = np.array([f"{part.prefix}{name}".encode() for name in names], dtype=object)[places]
             by = part.index.split_by
             own = [name.encode() for name in names] if by is None else by[rows].tolist()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ class Parquet(TableSource):
             raise ValueError("data.width_column and data.height_column belong together: set both, or none")
         super().__post_init__()
         self._columns = Columns(self.image_column, self.caption_column, self.width_column, self.height_column)
-        self._read_group = PerProcess(self._keeping_groups)
+        self._kept = PerProcess[OrderedDict[tuple[Path, int], Any]](OrderedDict)  # row groups, the last read at the end
         self._gives_sizes = self.width_column is not None
 
     def check(self) -> None:
@@ -122,8 +122,7 @@ class Parquet(TableSource):
         """See `Source.read`; a row group is read whole, and stays in memory for a while."""
         entry = self._index.table[row]
         path, group = self._shards[entry["shard"]]
-        names = None if self.captions.needs_values else tuple(filter(None, self._columns))
-        values = _plain_row(self._read_group()(path, group, names).slice(int(entry["row"]), 1))
+        values = _plain_row(self._row_group(path, group).slice(int(entry["row"]), 1))
         image, name = picture_of(values[self.image_column])
         if image is None:
             image = self.limits.read(self._root(path) / name, "image")
@@ -136,9 +135,16 @@ class Parquet(TableSource):
             values={key: value for key, value in _without_none(values).items() if key != self.image_column},
         )
 
-    def _keeping_groups(self) -> Callable[[Path, int, tuple[str, ...] | None], Any]:
-        """Return what reads a row group, of which the window and one stay in memory."""
-        return lru_cache(self.shuffle_window_shards + 1)(_read_group)
+    def _row_group(self, path: Path, group: int) -> Any:
+        """Return a row group, kept in memory or read; an UnreadableSampleError if it is damaged."""
+        kept = self._kept()
+        if (path, group) not in kept:
+            while len(kept) > self.shuffle_window_shards:
+                kept.popitem(last=False)
+            names = None if self.captions.needs_values else list(filter(None, self._columns))
+            kept[path, group] = _read_group(path, group, names)
+        kept.move_to_end((path, group))
+        return kept[path, group]
 
 
 @contextmanager
@@ -246,10 +252,9 @@ def _side(column: str, value: Any) -> int:
         return side
 
 
-def _read_group(path: Path, group: int, names: tuple[str, ...] | None) -> Any:
-    """Read columns of a row group, None = all; an UnreadableSampleError if it is damaged."""
+def _read_group(path: Path, group: int, names: list[str] | None) -> Any:
     try:
         with open_parquet(path) as file:
-            return file.read_row_group(group, columns=names and list(names), use_threads=False)
+            return file.read_row_group(group, columns=names, use_threads=False)
     except ConfigError as error:
         raise UnreadableSampleError(f"row group {group} of {path} is damaged: {error}") from error

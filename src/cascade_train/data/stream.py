@@ -192,9 +192,27 @@ def stream_samples(
 def _open_stored(tar: Tar) -> Iterator[Any]:
     try:
         with tar.open() as stored:
-            yield stored if tar.compression is None else _DECOMPRESSORS[tar.compression](stored)
-    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        raise RunError(f"data.urls: {tar.item.url} cannot be read to its end: {error}; copy it again") from error
+            yield stored if tar.compression is None else _Decompressed(tar, tar.compression, stored)
+    except OSError as error:
+        raise _damage_error(tar, error) from error
+
+
+class _Decompressed:
+    """A compressed tar. Its damage is an error here, before tarfile gives it other names."""
+
+    def __init__(self, tar: Tar, compression: str, stored: IO[bytes]) -> None:
+        self._tar, self._file = tar, _DECOMPRESSORS[compression](stored)
+
+    def read(self, size: int) -> bytes:
+        try:
+            content: bytes = self._file.read(size)
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            raise _damage_error(self._tar, error) from error
+        return content
+
+
+def _damage_error(tar: Tar, error: Exception) -> RunError:
+    return RunError(f"data.urls: {tar.item.url} cannot be read to its end: {error}; copy it again")
 
 
 @contextmanager

@@ -243,8 +243,7 @@ def convert(
     """
     network = stored_network(source, model=model, key="from", allow_any_target=allow_any_target)
     is_lora = holds_lora(source)
-    in_place = Path(source) == out
-    names = _file_names(source, network.family, formats, dtype, is_lora=is_lora, in_place=in_place)
+    names = _file_names(source, network.family, formats, dtype, is_lora=is_lora)
     if is_lora:
         modules = module_shapes(network)
         lora = read_lora(source, key="from", family=network.family, modules=modules, module_filters=module_filters)
@@ -255,14 +254,15 @@ def convert(
     config = dict(network.config)
     state = load_state(network, source, dtype=DTYPES.get(dtype or ""), key="from")
     files = {name: names[name].format(part=network.family.part_of(config)) for name in formats}
+    _check_no_pipeline(out, files, dtype)
     for name, file in files.items():
-        if not (in_place and name == "diffusers"):  # a run's pipeline, where its network alone would go
+        if not (dtype is None and name == "diffusers" and Path(source) == out):  # which a run has exported
             _print_error(out / file, save_network(network.family, state, config, out / file, format=name))
     return list(files.values())
 
 
 def _file_names(
-    source: str, family: Family, formats: Sequence[str], dtype: str | None, *, is_lora: bool, in_place: bool
+    source: str, family: Family, formats: Sequence[str], dtype: str | None, *, is_lora: bool
 ) -> Mapping[str, str]:
     """Return the file of each format of weights or adapters; a ConfigError for a format or dtype that is not theirs."""
     names = {name: LORA_FILES[name] for name in family.lora_formats} if is_lora else NETWORK_FILES
@@ -272,12 +272,17 @@ def _file_names(
             raise ConfigError(f"format={name}: from={source} holds {kind}, whose formats are {', '.join(names)}.")
     if is_lora and dtype is not None:
         raise ConfigError(f"dtype={dtype}: is for a network's weights; adapters are written in fp32. Leave it out.")
-    if in_place and dtype is not None and "diffusers" in formats:
-        raise ConfigError(
-            f"dtype={dtype}: format=diffusers would replace the pipeline of {source} by its network. Write an export's"
-            " network into another folder: from=<export> out=<folder>."
-        )
     return names
+
+
+def _check_no_pipeline(out: Path, files: Mapping[str, str], dtype: str | None) -> None:
+    """Refuse to replace a pipeline by its network in another dtype."""
+    folder = out / files.get("diffusers", "")
+    if dtype is not None and "diffusers" in files and (folder / "model_index.json").is_file():
+        raise ConfigError(
+            f"dtype={dtype}: format=diffusers would replace the pipeline in {folder} by its network. Write the network"
+            " of an export into another folder: from=<export> out=<folder>."
+        )
 
 
 def check_run(
@@ -285,12 +290,13 @@ def check_run(
 ) -> None:
     """Raise a ConfigError, before a run is exported, for what `convert` would refuse of its kind."""
     cfg = load_saved_config(run, allow_any_target=allow_any_target)
-    is_lora = isinstance(build_component(cfg, "task"), LoRA)
-    if is_lora:  # which may have no export yet
-        family = build_component(cfg, "model").family
-    else:
-        family = stored_network(str(run), model=model, key="from", allow_any_target=allow_any_target).family
-    _file_names(str(run), family, formats, dtype, is_lora=is_lora, in_place=True)
+    if isinstance(build_component(cfg, "task"), LoRA):  # which may have no export yet
+        _file_names(str(run), build_component(cfg, "model").family, formats, dtype, is_lora=True)
+        return
+    network = stored_network(str(run), model=model, key="from", allow_any_target=allow_any_target)
+    names = _file_names(str(run), network.family, formats, dtype, is_lora=False)
+    part = network.family.part_of(dict(network.config))
+    _check_no_pipeline(run / EXPORT, {name: names[name].format(part=part) for name in formats}, dtype)
 
 
 def merge(

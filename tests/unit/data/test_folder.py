@@ -369,3 +369,11 @@ def test_the_home_folder_has_its_short_form_in_index_dir(tmp_path: Path, monkeyp
     write(tmp_path / "root/a.png")
     folder(tmp_path / "root", index_dir="~/index").open()
     assert any((tmp_path / "home" / "index").iterdir())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_folders_of_one_name_share_pictures_only_by_names_of_files(shared: bool, tmp_path: Path) -> None:
+    for place, name in (("one", "a.png"), ("two", "a.png" if shared else "b.png")):
+        write(tmp_path / place / "images" / name, tars.picture())
+    sources = {place: folder(tmp_path / place / "images") for place in ("one", "two")}
+    assert (mixture_of(sources).open().split_by is not None) is shared

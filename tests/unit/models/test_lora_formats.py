@@ -25,10 +25,16 @@ from cascade_train.models.formats.lora_files import (
     module_shapes,
     read_lora,
     refill_lora,
+    write_diffusers_file,
     write_peft_folder,
     write_single_file,
 )
-from cascade_train.models.formats.lora_files_keyed import token_files, with_one_rank, write_token_files
+from cascade_train.models.formats.lora_files_keyed import (
+    token_files,
+    with_one_rank,
+    write_embeddings,
+    write_token_files,
+)
 from cascade_train.models.lora import (
     TrainedTokens,
     inject_lora,
@@ -83,6 +89,20 @@ def test_embeddings_of_other_adapters_do_not_stay(trained: CascadeUNet, tmp_path
         assert [path.name for path in (tmp_path / "a.embeddings").iterdir()] == [left]
     export_lora(stored(trained), trained, tmp_path / "a.safetensors", format="comfyui", metadata={})
     assert not (tmp_path / "a.embeddings").exists()
+
+
+def test_tokens_of_the_second_text_encoder_alone_are_written(trained: CascadeUNet, tmp_path: Path) -> None:
+    lora = stored(trained, tokens={"text_encoder_2": FERNANDO})
+    write_token_files(tmp_path / "tokens", lora)
+    write_embeddings(tmp_path / "embeddings", lora)
+    assert [path.name for path in sorted(tmp_path.glob("*/*"))] == ["fernando.safetensors"] * 2
+
+
+def test_adapters_of_a_text_encoder_alone_say_nothing_of_the_network(trained: CascadeUNet, tmp_path: Path) -> None:
+    lora = replace(stored(trained, TEXT), state={f"text_encoder.{name}": value for name, value in TEXT.items()})
+    write_diffusers_file(tmp_path, lora, "unet")
+    with safe_open(tmp_path / "pytorch_lora_weights.safetensors", "pt") as file:
+        assert "unet." not in str(file.metadata())
 
 
 @pytest.mark.parametrize("name", ["a.embeddings", "embeddings"])

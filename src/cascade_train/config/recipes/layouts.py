@@ -70,13 +70,12 @@ def lay_out(system: str, source: Any, path: Path, *, flags: Values, ranks: int, 
     table = load_table(system)
     given = Given(system=system, table=table, path=path, ranks=ranks, fills=fills)
     source = {table["datasets"]["from"]: source} if isinstance(source, list) else source
-    renamed = table.get("renamed", {})
     if system == "kohya":  # whose sections mean nothing
-        renamed = renamed | (table["percent"] if GUI & source.keys() else {})
         sections = {key: value for key, value in source.items() if isinstance(value, dict) and key != "general"}
         source = {key: value for key, value in source.items() if key not in sections}
         source |= {key: value for section in sections.values() for key, value in section.items()}
-    nested = {str(key).removeprefix("--"): value for key, value in source.items()}
+    percent, renamed = table.get("percent", {}) if GUI & source.keys() else {}, table.get("renamed", {})
+    nested = {percent.get(name := str(key).removeprefix("--"), name): value for key, value in source.items()}
     typed = str(nested.get(table.get("typed", "")) or "")
     flags = {**(read_flags(typed[typed.index("--") :]) if "--" in typed else {}), **flags}
     nested = {renamed.get(key, key): value for key, value in (nested | flags).items()}

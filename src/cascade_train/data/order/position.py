@@ -128,8 +128,9 @@ class Order:
         The last step may open the next epoch.
         """
         start = Start()
-        if state is not None:
-            start = self._start_of(state, is_changed=self._on_change == "restart" and bool(self._changes(state)))
+        restarts = self._on_change == "restart"
+        if state is not None and (restarts or not self._changed_order(state)):  # else `restore` refuses it
+            start = self._start_of(state, is_changed=restarts and bool(self._changes(state)))
             if self._plan_from(self._global_batch_size, Start()).epoch_start(start.position) == start:
                 start = Start()  # nothing has changed since the run began
         if self._leftover == "carry":
@@ -204,10 +205,12 @@ class Order:
         return ", ".join(f"{sizes[b][0]}x{sizes[b][1]} {count_K[b]}" for b in buckets if count_K[b])
 
     def _changes(self, state: Mapping[str, Any]) -> list[str]:
+        return self._changed_order(state) or changed_content(self._index, state)
+
+    def _changed_order(self, state: Mapping[str, Any]) -> list[str]:
         saved = read_identity(state)
         pairs = {name: (saved.get(name, "none"), self._identity.get(name, "none")) for name in _REMEDIES}
-        changed = [f"{name} was {was}, is {now}: {_REMEDIES[name]}" for name, (was, now) in pairs.items() if was != now]
-        return changed or changed_content(self._index, state)
+        return [f"{name} was {was}, is {now}: {_REMEDIES[name]}" for name, (was, now) in pairs.items() if was != now]
 
     def _plan_from(self, global_batch_size: int, start: Start) -> Plan:
         return Plan(layouts=self._layouts, global_batch_size=global_batch_size, leftover=self._leftover, start=start)

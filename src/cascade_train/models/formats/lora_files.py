@@ -98,7 +98,7 @@ def write_diffusers_file(folder: Path, lora: StoredLora, root: str) -> None:
         prefix, plain = f"{tower or root}.", bool | int | float | str | list
         config = _peft_config(state, lora.spec, tower).to_dict()
         told = (k for k, v in config.items() if v is None or isinstance(v, plain) or (v and k.endswith("_pattern")))
-        facts |= {f"{prefix}{key}": config[key] for key in told}
+        facts |= {f"{prefix}{key}": config[key] for key in told} if state else {}
         tensors |= _peft_tensors(state, prefix)
     header = {"format": "pt", DIFFUSERS_HEADER: json.dumps(facts, indent=2, sort_keys=True)}
     write_tensors(folder / DIFFUSERS_FILE, tensors, header)

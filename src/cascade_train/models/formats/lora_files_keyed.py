@@ -56,7 +56,7 @@ def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, sp
 def write_token_files(folder: Path, lora: StoredLora) -> None:
     """Write each trained token into `folder`, as an embedding that ComfyUI finds by file name."""
     folder.mkdir()
-    tokens = lora.tokens["text_encoder"]
+    tokens = next(iter(lora.tokens.values()))
     files = token_files(tokens.strings)
     for string, row in zip(tokens.strings, tokens.rows, strict=True):
         write_tensors(folder / files[string], {"clip_g": row[None]}, {"token": string})
@@ -68,7 +68,7 @@ def write_embeddings(folder: Path, lora: StoredLora) -> None:
     It holds the token's row by its name; of two text encoders `clip_l` and `clip_g`, as other programs read it too.
     """
     rows = {tower: dict(zip(tokens.strings, tokens.rows, strict=True)) for tower, tokens in lora.tokens.items()}
-    first = lora.tokens["text_encoder"]
+    first = next(iter(lora.tokens.values()))
     new = [name for name, is_new in zip(first.strings, first.is_new, strict=True) if is_new]
     if new:
         folder.mkdir()

@@ -141,6 +141,12 @@ ABSENT: list[tuple[str, dict[str, Any], str]] = [
     ("onetrainer", TOWERS, "the second text tower's last epoch"),
     ("onetrainer", concepts({"text": DROPS | {"tag_dropout_mode": "RANDOM"}}), "tags that are dropped"),
     ("kohya", subsets({"class_tokens": "sks dog"}), "pictures without a caption file"),
+    # what is typed is sd-scripts', which counts steps
+    (
+        "kohya",
+        OWN | {"epoch": 2, "additional_parameters": "--stop_text_encoder_training=50"},
+        "stop_text_encoder_training_pct",
+    ),
 ]
 
 

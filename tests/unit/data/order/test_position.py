@@ -112,6 +112,7 @@ def test_changed_data_is_refused_or_followed_by_another_epoch(
     changed: dict[str, Any], remedy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = saved(order(), 20)
+    order(**changed).steps_of_epochs(3, state)  # is asked before the state is restored
     with pytest.raises(ConfigError, match=f"{remedy}.*, or end the epoch here by data.on_change=restart"):
         order(**changed).restore(state)
     other = order(**changed, on_change="restart")

@@ -107,8 +107,7 @@ def test_a_damaged_compressed_tar_is_named(tmp_path: Path, damage: Callable[[byt
         tmp_path / "a.tar", [("a.bin", random.Random(0).randbytes(3000)), *tars.samples(range(30))]
     ).read_bytes()
     path.write_bytes(damage(gzip.compress(whole)))
-    message = "a.tar.gz (cannot be read to its end|is not a readable tar file).*copy it again"
-    with pytest.raises((ConfigError, RunError), match=message):
+    with pytest.raises(RunError, match=f"{path} cannot be read to its end: .*; copy it again"):
         read(path)
 
 
