@@ -2,10 +2,11 @@
 
     python bench/mutants.py --count 200 --out bench/results/mutants.md
 
-Works on a copy of the checkout. A mutant is tried by the tests of its module, then by those of its room and the golden
-cases, then by all unit tests, then by those of whole runs. Each verdict is appended to `<out>.jsonl` at once; the same
-command goes on after a kill. Tests run in forks of this process, which has imported the libraries: cosmic-ray starts
-a Python for each mutant, and 7 s of imports would precede 2 s of tests.
+Works on a copy of the checkout. All unit tests and golden cases run there once under coverage, which records the tests
+that run each line; a mutant is tried by those of its line, what runs at import by those of its module, and what they
+let pass by the tests of whole runs. Each verdict is appended to `<out>.jsonl` at once; the same command goes on after a
+kill. Tests run in forks of this process, which has imported the libraries: cosmic-ray starts a Python for each mutant,
+and 7 s of imports would precede 2 s of tests.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import hashlib
 import json
 import os
 import random
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +31,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from coverage import CoverageData
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("data", "diffusion", "engine", "models", "results", "tasks")
@@ -37,7 +41,9 @@ SWAPS: dict[type, type] = {
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
 }  # fmt: skip
-SECONDS = {"module": 240, "room": 600, "unit": 1500, "runs": 2400}
+SECONDS = {"lines": 900, "runs": 3600}
+COVERED = ("tests/unit", "tests/golden")
+RUNS = ("tests/additions", "tests/integration", "tests/distributed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,23 +127,43 @@ def sample(root: Path, count: int, seed: int) -> list[Mutant]:
     return random.Random(seed).sample([mutant for path in paths for mutant in mutants_of(path, package)], count)
 
 
-def stages(root: Path, file: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name and the tests of each stage, the nearest first."""
-    module = Path(file)
-    dotted = "cascade_train." + ".".join(module.with_suffix("").parts)
-    unit = root / "tests" / "unit"
-    room = unit / module.parts[0]
-    named = [path for path in sorted(room.rglob("test_*.py")) if path.stem == f"test_{module.stem}"]
-    using = [path for path in sorted(room.rglob("test_*.py")) if dotted in path.read_text() and path not in named]
-    if near := [*named, *using]:
-        yield "module", [str(path) for path in near]
-    yield "room", [str(room), str(root / "tests" / "golden")]
-    yield "unit", [str(unit), str(root / "tests" / "style"), "--deselect=tests/style/test_docs_commands.py"]
-    yield "runs", [str(root / "tests" / name) for name in ("additions", "integration", "distributed")]
+class Coverage:
+    """The tests that run each line of the package."""
+
+    def __init__(self, root: Path, path: Path) -> None:
+        """Read `path`, which is made by running the tests of the checkout `root` where it does not exist."""
+        if not path.exists():
+            settings = root / "coverage.ini"
+            settings.write_text("[run]\nrelative_files = true\n")
+            command = [sys.executable, "-m", "pytest", "-n2", "--cov=cascade_train", "--cov-context=test"]
+            command += ["--cov-report=", f"--cov-config={settings}", *COVERED]
+            subprocess.run(command, cwd=root, env={**os.environ, "COVERAGE_FILE": str(path)}, check=False)
+        self._root, self._data = root, CoverageData(path)
+        self._data.read()
+
+    def tests(self, mutant: Mutant) -> list[str]:
+        """Return the ids of the tests that run a mutant's line, those of its module first."""
+        path = f"src/cascade_train/{mutant.file}"
+        contexts = self._data.contexts_by_lineno(path)
+        tree = ast.parse((self._root / path).read_bytes())
+        lines = {mutant.line} | {
+            node.lineno
+            for node in ast.walk(tree)
+            if isinstance(node, ast.stmt) and node.lineno <= mutant.line <= node.end_lineno
+        }
+        first = max(lines - {mutant.line}, default=mutant.line)
+        found = {*contexts.get(mutant.line, ()), *contexts.get(first, ())} - {""}
+        if not found:  # runs at import
+            found = {context for each in contexts.values() for context in each} - {""}
+        ids = {context.rpartition("|")[0] for context in found}
+        stem = f"test_{Path(mutant.file).stem}"
+        room = f"/{mutant.file.partition('/')[0]}/"
+        return sorted(ids, key=lambda each: (stem not in each, room not in each, each))
 
 
-def run_tests(root: Path, tests: list[str], seconds: float) -> bool:
-    """Return whether a test fails, or the time ends; the tests run in a fork of this process."""
+def run_tests(root: Path, tests: list[str], seconds: float) -> str | None:
+    """Return the id of the first test that fails, "time" where the time ends; run in a fork of this process."""
+    receives, sends = os.pipe()
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -145,59 +171,77 @@ def run_tests(root: Path, tests: list[str], seconds: float) -> bool:
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
-        os._exit(_status_of(tests))
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return status != 0
-        time.sleep(0.05)
-    os.killpg(child, 9)
+        os.write(sends, _first_failure(tests).encode())
+        os._exit(0)
+    os.close(sends)
+    ended, _, _ = select.select([receives], [], [], seconds)
+    if not ended:
+        os.killpg(child, signal.SIGKILL)
+    failed = os.read(receives, 4096).decode() if ended else "time"
+    os.close(receives)
     os.waitpid(child, 0)
-    return True
+    return failed.removeprefix("passed") or None if failed else tests[0]  # nothing written: the process died
 
 
-def _status_of(tests: list[str]) -> int:
-    """Return 1 where a test fails; the process must end with it, whatever the tests raise."""
+def _first_failure(tests: list[str]) -> str:
+    """Return the id of the first test that fails, or "passed", whatever the tests raise."""
+    first: list[str] = []
+
+    class Reports:
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.failed:
+                first.append(report.nodeid)
+
+        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+            if report.failed:
+                first.append(report.nodeid)
+
     imported = "ignore::pytest.PytestAssertRewriteWarning"  # the libraries that this process has
+    options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "-p", "no:pytest_cov", "-o", "timeout=120", "-W", imported]
     try:
-        return int(pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", "-W", imported, *tests]) not in (0, 5))
+        code = pytest.main([*options, *tests], plugins=[Reports()])
     except BaseException:
-        return 1
+        return tests[0]
+    return first[0] if first else "passed" if code in (0, 5) else tests[0]
 
 
 class Judge:
-    """Tries mutants in one checkout. What fails without a mutant notices nothing, and is said once."""
+    """Tries mutants in one checkout. A test that fails without a mutant, too, is said once and not asked again."""
 
-    def __init__(self, root: Path, last: str) -> None:
-        self._root, self._last = root, last
-        self._sound: dict[tuple[str, ...], bool] = {}
+    def __init__(self, root: Path, coverage: Coverage, last: str) -> None:
+        self._root, self._coverage, self._last = root, coverage, last
+        self._passes_alone: dict[str, bool] = {}
 
-    def judge(self, mutant: Mutant) -> str:
-        """Return the stage whose tests notice a mutant; "nobody" where none up to the last does."""
+    def judge(self, mutant: Mutant) -> tuple[str, str]:
+        """Return the stage whose tests notice a mutant, and the first of them; "nobody" where none does."""
+        for name, tests in {"lines": self._coverage.tests(mutant), "runs": list(RUNS)}.items():
+            if test := self._notices(mutant, tests, SECONDS[name]):
+                return name, test
+            if name == self._last:
+                break
+        return "nobody", ""
+
+    def _notices(self, mutant: Mutant, tests: list[str], seconds: float) -> str:
         path = self._root / "src" / "cascade_train" / mutant.file
         source = path.read_bytes()
         end = mutant.begin + len(mutant.before.encode())
-        changed = source[: mutant.begin] + mutant.after.encode() + source[end:]
-        for name, tests in stages(self._root, mutant.file):
-            path.write_bytes(changed)
+        while tests := [each for each in tests if self._passes_alone.get(each, True)]:
+            path.write_bytes(source[: mutant.begin] + mutant.after.encode() + source[end:])
             try:
-                failed = run_tests(self._root, tests, SECONDS[name])
+                failed = run_tests(self._root, tests, seconds)
             finally:
                 path.write_bytes(source)
-            if failed and self._pass_without(tests):
-                return name
-            if name == self._last:
+            if failed is None:
                 break
-        return "nobody"
-
-    def _pass_without(self, tests: list[str]) -> bool:
-        key = tuple(tests)
-        if key not in self._sound:
-            self._sound[key] = not run_tests(self._root, tests, max(SECONDS.values()))
-            if not self._sound[key]:
-                print(f"fail without a mutant: {' '.join(tests)}", flush=True)
-        return self._sound[key]
+            if failed == "time":
+                return "" if run_tests(self._root, tests, seconds) == "time" else "the time of its tests"
+            if failed not in self._passes_alone:
+                self._passes_alone[failed] = run_tests(self._root, [failed], seconds) is None
+            if self._passes_alone[failed]:
+                return failed
+            print(f"fails without a mutant: {failed}", flush=True)
+            tests = [each for each in tests if each != failed] if failed in tests else [*tests, f"--deselect={failed}"]
+        return ""
 
 
 def page(verdicts: list[dict[str, str]], command: str, commit: str) -> str:
@@ -206,8 +250,7 @@ def page(verdicts: list[dict[str, str]], command: str, commit: str) -> str:
     lines = [
         "# Mutants of the source", "", f"`{command}` at {commit}, {datetime.now(UTC):%Y-%m-%d}.", "",
         "One operator, comparison, constant or condition changed at a time; the first tests that fail count.", "",
-        "| room | mutants | module | room and golden | all unit tests | whole runs | nobody |",
-        "|---|---|---|---|---|---|---|",
+        "| room | mutants | unit tests and golden cases | whole runs | nobody |", "|---|---|---|---|---|",
     ]  # fmt: skip
     for room in [*rooms, ""]:
         counts = Counter(v["by"] for v in verdicts if v["file"].startswith(room))
@@ -223,6 +266,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--last", choices=SECONDS, default="runs", help="the last tests that a survivor is tried by")
+    parser.add_argument("--coverage", type=Path, default=Path("mutants.coverage"), help="made where it does not exist")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "mutants.md")
     args = parser.parse_args()
     out = args.out.resolve()
@@ -242,13 +286,14 @@ def main() -> None:
         sys.dont_write_bytecode = True
         for library in LIBRARIES:
             __import__(library)
-        judge, verdicts = Judge(root, args.last), []
+        judge, verdicts = Judge(root, Coverage(root, args.coverage.resolve()), args.last), []
         for mutant in sample(root, args.count, args.seed):
             verdict = known.get((mutant.text, mutant.digest))
             if verdict is None:
                 began = time.monotonic()
-                by = judge.judge(mutant)
-                verdict = {**asdict(mutant), "text": mutant.text, "by": by, "seconds": round(time.monotonic() - began)}
+                by, test = judge.judge(mutant)
+                verdict = {**asdict(mutant), "text": mutant.text, "by": by, "test": test}
+                verdict["seconds"] = round(time.monotonic() - began)
                 with journal.open("a") as file:
                     file.write(json.dumps(verdict) + "\n")
                 print(f"{verdict['by']:8} {verdict['seconds']:4} s  {mutant.text}", flush=True)
