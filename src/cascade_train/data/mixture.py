@@ -231,8 +231,8 @@ class Mixture(JoinedSource):
             parts.append(replace(part, rows=_repeat_rows(name, part, factors[name]), prefix=f"{name}/", weight=weight))
         total = sum(len(part.rows) for part in parts)
         for name, part in zip(opened, parts, strict=True):
-            share, text = 100 * len(part.rows) / total, "%s: %d samples an epoch (%.1f %%), each %.3g times."
-            _log.info(text, name, len(part.rows), share, factors[name])
+            share, text = 100 * len(part.rows) / total, "%s: %d samples an epoch (%.1f %%), each %.3g times, at %d px."
+            _log.info(text, name, len(part.rows), share, factors[name], part.source.image_size)
         shards = max(len(part.index.shards) for part in parts)
         blocks = max(1, min(shards, total // LEAST_BLOCK))  # as the source of most shards has, none of them small
         return self._join(parts, "mixture", blocks)

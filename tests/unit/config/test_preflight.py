@@ -96,6 +96,10 @@ REFUSED = [
     ({"data.crop": "centre"}, r"must be one of center, random, saliency\. Did you mean center\?"),
     ({"ema.post_hoc": [0.1]}, r"ema.post_hoc=\[0.1\] builds .* of which checkpoint.keep_last=2 keeps the newest\. Set"),
     ({"rollback.enabled": True, "checkpoint.every_steps": None}, "rollback.enabled=true goes back to checkpoints"),
+    (
+        {"checkpoint.keep_best": 1, "checkpoint.best_metric": "validate/loss"},
+        r"checkpoint.best_metric=validate/loss is never measured\. Set validate.every_steps",
+    ),
     ({"run.resume": "/absent"}, "/absent must be auto, never, or the path of a checkpoint that exists"),
 ]
 
@@ -119,6 +123,13 @@ def test_what_cannot_train_is_refused_by_key(tiny: DictConfig, values: dict[str,
         {"validate.logsnr": [0.0]},
         {"rollback.enabled": True},
         {"rollback.enabled": True, "checkpoint.every_steps": None, "checkpoint.every_epochs": 1},
+        {"checkpoint.keep_best": 1, "checkpoint.best_metric": "loss"},
+        {
+            "checkpoint.keep_best": 1,
+            "checkpoint.best_metric": "validate_ema/loss",
+            "validate.every_epochs": 1,
+            "validate.share": 0.1,
+        },
         {"ema.post_hoc": [0.1], "checkpoint.keep_every_steps": 10},
         {"ema.post_hoc": [0.1], "checkpoint.keep_last": None, "checkpoint.every_steps": None},
         {"run.resume": "never"},

@@ -73,7 +73,9 @@ def decode(
 
 
 def to_rgb(image: Image.Image, background: str = "white") -> Image.Image:
-    """Convert any mode to 8-bit RGB: transparency on the background, 16-bit scaled rather than clipped."""
+    """Convert to 8-bit RGB: transparency on the background, 16-bit scaled; a ValueError for floats of unknown range."""
+    if image.mode == "F":
+        raise ValueError("32-bit float samples have no known range; store 8 or 16 bits a channel")
     if image.mode.startswith("I"):
         samples = np.asarray(image).astype(np.int64)
         if image.mode != "I" or samples.max(initial=0) > 255:

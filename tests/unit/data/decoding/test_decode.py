@@ -117,6 +117,11 @@ def test_wide_integers_that_hold_bytes_are_kept() -> None:
     assert to_rgb(Image.new("I", (2, 2), 65535)).getpixel((0, 0)) == (255, 255, 255)
 
 
+def test_floats_of_unknown_range_are_unreadable() -> None:
+    with pytest.raises(UnreadableSampleError, match="32-bit float samples have no known range"):
+        pixels_of(encode(Image.new("F", (2, 2), 0.5), "tiff"))
+
+
 @pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
 def test_a_file_cut_short_is_unreadable(kind: str) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
