@@ -233,11 +233,10 @@ def _check_run(root: Root) -> None:
     begins = not is_run(Path(root.run.dir))  # one that goes on may have outlived the checkpoint that it began from
     if begins and root.run.resume not in {"auto", "never"} and not Path(root.run.resume).exists():
         raise ConfigError(f"run.resume={root.run.resume} must be auto, never, or the path of a checkpoint that exists.")
-    ranks_by_validation = (root.checkpoint.best_metric or "").startswith(("validate/", "validate_ema/"))
-    if ranks_by_validation and root.validate.every_steps is None and root.validate.every_epochs is None:
-        raise ConfigError(
-            f"checkpoint.best_metric={root.checkpoint.best_metric} is never measured. Set validate.every_steps, e.g. 500."
-        )
+    metric = root.checkpoint.best_metric or ""
+    is_validated = root.validate.every_steps is not None or root.validate.every_epochs is not None
+    if metric.startswith(("validate/", "validate_ema/")) and not is_validated:
+        raise ConfigError(f"checkpoint.best_metric={metric} is never measured. Set validate.every_steps, e.g. 500.")
     if root.rollback.enabled and root.checkpoint.every_steps is None and root.checkpoint.every_epochs is None:
         raise ConfigError(
             "rollback.enabled=true goes back to checkpoints, and with checkpoint.every_steps=null there is only the "

@@ -72,12 +72,14 @@ class ControlNetwork(nn.Module):
 
     def _check(self, control_BCHW: Tensor) -> None:
         spec, (_, channels, *size) = self.spec, control_BCHW.shape
-        smallest = 3 if spec.bottleneck == "effnet" and channels != 3 else 1
+        smallest = 1
+        if spec.bottleneck == "effnet":  # below, its features are 1 x 1, and know nothing of places
+            smallest = 33 if channels == 3 else 35
         if channels != spec.channels or min(size) < smallest:
             raise ValueError(
                 f"control map of {channels} channels and {size[0]} x {size[1]} pixels: this control network takes "
                 f"{spec.channels} channels, and {smallest} x {smallest} pixels at least; use the filter that it was "
-                "trained with, or larger images"
+                "trained with, larger images or, for maps of the latent's size, task.bottleneck=simple"
             )
 
     def units(self) -> list[list[nn.Module]]:

@@ -99,13 +99,22 @@ def test_first_values_are_silent_and_a_function_of_the_seed(bottleneck: str) -> 
 
 def test_an_efficientnet_from_a_seed_is_silent_too() -> None:
     made = build_control_network(spec(bottleneck="effnet"), device=CPU, seed=0).train()
-    control = torch.rand(1, 1, 33, 47, generator=torch.Generator().manual_seed(0))
+    control = torch.rand(1, 1, 35, 66, generator=torch.Generator().manual_seed(0))
     assert all(not each.any() for each in made(control).values())
-    assert made.backbone(control).shape == (1, 1280, 1, 2)
+    assert made.backbone(control).shape == (1, 1280, 2, 2)
     assert made.backbone(control).std() > 1e-3
     assert made.backbone(control[..., :3, :3]).isfinite().all()
-    with pytest.raises(ValueError, match="and 2 x 3 pixels: this control network takes .* 3 x 3 pixels at least"):
-        made(control[..., :2, :3])
+    with pytest.raises(ValueError, match="34 x 66 pixels: .* 35 x 35 pixels at least; .*task.bottleneck=simple"):
+        made(control[..., :34, :])
+    assert made.backbone(control[..., :34, :34]).shape == (1, 1280, 1, 1), "what is refused has no places"
+
+
+def test_colour_reaches_an_efficientnet_with_padding() -> None:
+    made = build_control_network(spec(bottleneck="effnet", channels=3), device=CPU, seed=0)
+    assert made.backbone(torch.zeros(1, 3, 33, 33)).shape == (1, 1280, 2, 2)
+    made(torch.zeros(1, 3, 33, 33))
+    with pytest.raises(ValueError, match="33 x 33 pixels at least"):
+        made(torch.zeros(1, 3, 32, 33))
 
 
 def test_projections_follow_the_order_of_the_blocks() -> None:
