@@ -2,8 +2,8 @@
 
     python bench/mutants.py --count 200 --out bench/results/mutants.md
 
-Works on a copy of the checkout. All unit tests and golden cases run there once under coverage, which records the tests
-that run each line; a mutant is tried by those of its line, what runs at import by those of its module, and what they
+Works on a copy of the checkout. The rooms' unit tests and golden cases run there once under coverage, which records the
+tests that run each line; a mutant is tried by those of its line, what runs at import by those of its module, and what they
 let pass by the tests of whole runs. Each verdict is appended to `<out>.jsonl` at once; the same command goes on after a
 kill. Tests run in forks of this process, which has imported the libraries: cosmic-ray starts a Python for each mutant,
 and 7 s of imports would precede 2 s of tests.
@@ -42,7 +42,7 @@ SWAPS: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
 }  # fmt: skip
 SECONDS = {"lines": 900, "runs": 3600}
-COVERED = ("tests/unit", "tests/golden")
+COVERED = (*(f"tests/unit/{room}" for room in ROOMS), "tests/golden")
 RUNS = ("tests/additions", "tests/integration", "tests/distributed")
 
 

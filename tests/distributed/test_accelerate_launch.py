@@ -12,7 +12,7 @@ from bench.soak_ranks import SMALL_NETWORK
 from tests.integration.runs import SMALL, exported_weights, read_metrics, torchrun, train
 from tests.warm.programs import warm_programs
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def test_torchrun_equals_one_rank_and_accelerate_launch_torchrun(tmp_path):

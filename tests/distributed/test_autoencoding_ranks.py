@@ -12,7 +12,7 @@ from tests.integration.test_previewer import ORIGINAL, PREVIEW, SCRATCH
 from tests.integration.test_previewer import WEIGHTS as PREVIEWER_WEIGHTS
 from tests.integration.test_stage_a import STAGE_A, WEIGHTS
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SHORT = ("train.max_steps=3", "checkpoint.every_steps=null")
 ONE = (*STAGE_A, *SHORT, "objective.adversarial.start_step=2", "activation_checkpointing=true")

@@ -7,7 +7,7 @@ from cascade_train.engine.checkpoint.folder import find_fault, read_manifest
 from tests.distributed.test_modes import NARROW, fork
 from tests.integration.runs import exported_weights, read_metrics
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 BASE = (
     *("task=finetune", *NARROW, "ema.decay=0.5", "optimizer.lr=1e-3"),

@@ -15,7 +15,7 @@ from tests.distributed.test_modes import NARROW
 from tests.integration.runs import SMALL
 from tests.warm.programs import warm_programs
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 PROMPTS = ["a red circle", "a blue star", "a green square", "a small red circle", "a big yellow triangle"]
 STEPS = ("steps=1", "sampler=ddim", "batch_size=2")

@@ -15,7 +15,7 @@ from tests.integration.runs import exported_weights, read_metrics
 from tests.unit.data import tars
 from tests.unit.data.loopback import BUCKET, faulty_s3, point_at
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 IN_LOOP = "checkpoint.asynchronous=false"
 """For faults after a save: it is over when `save` returns."""

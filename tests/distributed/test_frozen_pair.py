@@ -7,7 +7,7 @@ import pytest
 from tests.frozen.frozen_set import HERE, assert_went_on, copy_as_if_made_there, reads_checkpoints, stopped, unpack
 from tests.integration.runs import torchrun
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @reads_checkpoints

@@ -9,7 +9,7 @@ from tests.distributed.test_modes import NARROW, fork
 from tests.integration.runs import read_metrics
 from tests.unit.models.stages import untrained
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 BOTH = (
     *("train.base_weights=int8", "train.precision=bf16", "optimizer.lr=1e-2", "train.global_batch_size=4"),

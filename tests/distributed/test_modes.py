@@ -12,7 +12,7 @@ from tests.integration.runs import SMALL, exported_weights, once, read_metrics
 from tests.unit.models.stages import untrained
 from tests.warm.programs import warm_programs
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 FORKED = Path(__file__).with_name("forked.py")
 NARROW = (

@@ -11,7 +11,7 @@ from cascade_train.distributed.sharded import SPLITS_CODES
 from tests.distributed.test_modes import fork, notes
 from tests.unit.config.composing import checked
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 WIDE = (
     *("model=c_tiny", "model.weights=null", "data.num_workers=0", "model.text_encoder.num_hidden_layers=1"),

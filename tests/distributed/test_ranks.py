@@ -9,7 +9,7 @@ from PIL import Image
 
 from tests.integration.runs import read_metrics, torchrun
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def test_lora_trains_on_two_ranks_on_two_shapes_from_a_tar_made_with_tar(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from tests.distributed.test_modes import B_NARROW, fork, notes
 from tests.integration.runs import read_metrics
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 MEASURED = (
     *B_NARROW,

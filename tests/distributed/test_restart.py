@@ -9,7 +9,7 @@ from bench.soak_ranks import SMALL_NETWORK
 from tests.integration.runs import SMALL, read_metrics, train
 from tests.warm.programs import warm_programs
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 LONG = (*SMALL_NETWORK, "task=finetune", "train.max_steps=6")
 KILLED_ONCE = """

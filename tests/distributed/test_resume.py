@@ -12,7 +12,7 @@ from tests.distributed.resume_hooks import NOT_FINITE, SPIKING
 from tests.distributed.test_modes import NARROW, fork, said
 from tests.integration.runs import exported_weights, read_metrics
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 STEPS = 4
 STOP = random.Random("where two ranks stop").randrange(1, STEPS)

@@ -8,7 +8,7 @@ from bench.soak_ranks import SMALL_NETWORK
 from tests.distributed.test_modes import fork, said
 from tests.integration.runs import read_metrics
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 COMMON = (*SMALL_NETWORK, "task=finetune", "ema.decay=0.9")
 LONG = (*COMMON, "train.max_steps=11", "checkpoint.every_steps=5", "log.every_steps=1")

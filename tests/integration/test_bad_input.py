@@ -127,6 +127,7 @@ def pairs(count, broken):
     return members
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_that_do_not_divide_the_batch_are_refused_with_the_sizes_that_fit(tmp_path):
     done = torchrun(3, *SMALL, *FINETUNE, "run.dir=run", cwd=tmp_path, warm=True)

@@ -8,6 +8,8 @@ from bench.demo import BASE, Table, judged, missed, new_scenes, other_scenes, pa
 from cascade_train.results.find import find_model
 from tests.integration.runs import train
 
+pytestmark = pytest.mark.slow
+
 NEW, OTHERS = 10, 10
 
 

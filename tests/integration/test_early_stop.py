@@ -17,6 +17,8 @@ from tests.integration.runs import read_metrics
 from tests.slurm.cluster import free_ports, wait_for
 from tests.warm.programs import warm_programs
 
+pytestmark = pytest.mark.slow
+
 RUN = (*SMALL_NETWORK, "task=finetune", "train.global_batch_size=2", "sample.every_steps=null", "run.dir=run")
 ENDLESS = ("train.max_steps=1000000", "checkpoint.every_steps=null")
 
@@ -51,7 +53,6 @@ def test_handlers_are_set_before_anything_heavy_is_imported(tmp_path: Path):
     assert not {"hydra", "omegaconf", "yaml", "argparse", "logging"} & set(modules[:first])
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="asks Linux which signals a process handles")
 def test_a_signal_at_any_moment_of_a_start_ends_it_as_stopped_and_the_next_start_trains(tmp_path: Path):
     numbers, seconds = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT), 0.0
@@ -80,7 +81,6 @@ def test_a_signal_at_any_moment_of_a_start_ends_it_as_stopped_and_the_next_start
     assert read_metrics(trained)[-1]["step"] == steps
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rank_whose_rank_zero_is_killed_says_so_without_stacks_of_the_libraries(tmp_path: Path):
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}

@@ -7,10 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.test_modes import B_NARROW
 from tests.integration.runs import NARROW, SMALL, once
 from tests.integration.test_stage_a import NARROW as A_NARROW
 from tests.warm.programs import warm_programs
+
+pytestmark = pytest.mark.slow
 
 RUNS = {
     "lora": (*NARROW, "task=lora", "task.train_tokens=[['[star]','star']]", "task.text_encoder_filters=[.self_attn]"),

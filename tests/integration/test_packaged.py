@@ -13,6 +13,8 @@ from cascade_train.models.cascade.convolutional import ConvolutionalCompressor
 from cascade_train.results.find import find_model
 from tests.integration.runs import read_metrics, train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def truth() -> Truth:

@@ -17,6 +17,8 @@ from cascade_train import plan
 from cascade_train.__main__ import GC_THRESHOLD, launch
 from tests.integration.runs import SMALL, train
 
+pytestmark = pytest.mark.slow
+
 MOST_OF_NEEDS = 3
 """CPU time of a plan without its imports beside that of importing what a training needs, 6 s; `bench/plan.py` has both.
 

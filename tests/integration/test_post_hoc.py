@@ -39,6 +39,7 @@ def exported(run, out, **options):
     return out
 
 
+@pytest.mark.slow
 def test_a_length_that_is_kept_is_exported_as_it_was_at_a_step(finetuned, tmp_path):
     for step in (4, None):
         weights = exported_weights(exported(finetuned, tmp_path, step=step, average=0.1))

@@ -36,6 +36,7 @@ from tests.integration.runs import SMALL, read_metrics
 LORA = ("task=lora", *SMALL, "train.max_steps=2", "data.num_workers=0")
 
 
+@pytest.mark.slow
 def test_a_notebook_composes_trains_and_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     before = HydraConfig.instance().cfg
@@ -115,6 +116,7 @@ def test_what_is_no_override_is_refused():
         generate("runs/a", 5)
 
 
+@pytest.mark.slow
 def test_a_host_program_keeps_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As in Jupyter: within a running loop; with Hydra, a log and random states of its own; after a failure too."""
     monkeypatch.chdir(tmp_path)
@@ -174,6 +176,7 @@ def test_groups_of_ones_own_are_found(tmp_path: Path):
         compose("task=lora", "model=c_tiny", "optimizer=slow")
 
 
+@pytest.mark.slow
 def test_importing_the_library_imports_nothing_else():
     code = """
 import sys

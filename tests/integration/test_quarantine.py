@@ -28,6 +28,7 @@ def listed(run: Path) -> dict[str, int]:
     return {row["sample"]: row["step"] for row in map(json.loads, lines)}
 
 
+@pytest.mark.slow
 def test_a_run_lists_what_it_cannot_read_and_the_next_leaves_it_out(
     tmp_path: Path, data: list[str], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

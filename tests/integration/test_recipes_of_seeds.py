@@ -20,6 +20,8 @@ from tests.unit.data import tars
 from tests.unit.data.test_folder import folder, write
 from tests.unit.models.stages import model_config, untrained
 
+pytestmark = pytest.mark.slow
+
 SIZES = ("network", "text_encoder", "text_encoder_2", "vae")
 SHAPES = ((40, 40), (120, 30), (30, 120))
 FEW = {

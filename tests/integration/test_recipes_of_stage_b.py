@@ -22,6 +22,8 @@ from tests.unit.config.composing import checked
 from tests.unit.config.defaults import RECIPES
 from tests.unit.data import tars
 
+pytestmark = pytest.mark.slow
+
 NARROW = (
     *("block_out_channels=[16,16,32,32]", "conditioning_dim=32", "clip_text_pooled_in_channels=32"),
     *("down_num_layers_per_block=[1,1,1,1]", "up_num_layers_per_block=[1,1,1,1]"),

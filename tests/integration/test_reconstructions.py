@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torchvision.models.vgg import cfgs, make_layers
@@ -11,6 +12,8 @@ from torchvision.models.vgg import cfgs, make_layers
 from tests.integration.runs import read_metrics, train
 from tests.integration.test_stage_a import STAGE_A
 from tests.unit.models.inception import untrained_inception
+
+pytestmark = pytest.mark.slow
 
 
 def test_lpips_and_rfid_of_stage_a_are_beside_its_psnr(tmp_path: Path) -> None:

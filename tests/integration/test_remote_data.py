@@ -55,6 +55,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.s3
 def test_a_run_on_a_prefix_and_a_pipe_goes_on_with_what_it_began_with(
     folder: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -106,6 +107,7 @@ def test_a_failing_command_ends_a_run_in_one_line(folder: Path, capsys: pytest.C
     assert "Traceback" not in told
 
 
+@pytest.mark.slow
 @pytest.mark.s3
 def test_every_official_file_as_written_finds_its_data(
     tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch

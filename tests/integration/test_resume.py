@@ -80,6 +80,7 @@ def test_a_run_goes_on_from_another_folder_with_another_patience(tmp_path, monke
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_killed_after_step_three_of_eight_and_continued_gives_the_same_run(tmp_path):
     """With workers, on pictures of several shapes; without either: test_resume_exact.py."""
     overrides = [*LONG, "data.num_workers=2", *IN_SHAPES, pictures_in_shapes(tmp_path)]
@@ -107,6 +108,7 @@ def origin(tmp_path_factory):
     return train(tmp_path_factory.mktemp("origin") / "run", *FINETUNE, "checkpoint.keep_last=null")
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_that_verifies_is_taken(origin, tmp_path, caplog):
     whole = train(tmp_path / "whole", *FINETUNE, "train.max_steps=6", "checkpoint.keep_last=null")
     run = shutil.copytree(origin, tmp_path / "run")

@@ -23,6 +23,8 @@ from tests.integration.runs import NARROW, cut_back, read_metrics, train
 from tests.unit.data import tars
 from tests.unit.models.stages import untrained
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 SHORT = (
     *("train.global_batch_size=4", "train.micro_batch_size=2", f"train.max_steps={STEPS}", "data.num_workers=0"),

@@ -67,6 +67,7 @@ def decibels(left: Path, right: Path) -> float:
     return float(-10 * np.log10(np.square(first - second).mean()))
 
 
+@pytest.mark.slow
 def test_by_default_samples_show_the_picture_in_training_and_in_generate(tmp_path: Path) -> None:
     validated = ("validate.every_steps=1", "validate.share=0.05", "validate.samples=4", "validate.reconstructions=8")
     short = ("train.max_steps=1", "optimizer.lr=1e-9", "sample.steps=10")

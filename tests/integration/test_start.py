@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench.soak_ranks import SMALL_NETWORK
+
+pytestmark = pytest.mark.slow
 
 NEVER = {
     *("matplotlib", "moto", "onnxruntime", "pandas", "pyarrow", "scipy", "sklearn", "submitit", "tensorboard"),

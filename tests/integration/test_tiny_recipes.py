@@ -81,6 +81,7 @@ def test_a_stopped_run_goes_on_with_the_compressor_it_had(compressor: Path, tmp_
         assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
+@pytest.mark.slow
 def test_stage_c_and_b_paint_together(prior: Path, decoder: Path, tmp_path: Path) -> None:
     generate(
         GenerateArgs(source=str(prior), decoder=str(decoder), prompts=["a red circle"], steps=2, out=str(tmp_path))
@@ -120,6 +121,7 @@ def network(request: pytest.FixtureRequest, latents: Path) -> tuple[str, Path]:
     return request.param, train(latents.with_name(request.param), *chosen, *cached)
 
 
+@pytest.mark.slow
 def test_a_text_tower_trains_from_nothing_with_its_network(network: tuple[str, Path]) -> None:
     family, run = network
     for tower in ("text_encoder", "text_encoder_2") if family == "sdxl" else ("text_encoder",):

@@ -61,6 +61,7 @@ def test_few_frames_lie_between_the_command_and_the_update(tmp_path, monkeypatch
     assert len(found) <= 10
 
 
+@pytest.mark.slow
 def test_an_exported_lora_climbs_twice_at_most(tmp_path, monkeypatch):
     """A climb is a call into a room that the caller's may not import: what a lower room was handed to call."""
     write, climbs = run.write_exports, list[tuple[str, str]]()

@@ -185,6 +185,7 @@ def test_a_run_is_exported_in_every_format(lora: Path, tmp_path: Path, capsys: p
         }
 
 
+@pytest.mark.slow
 def test_conversions_of_another_step_do_not_stay_in_the_export(tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = (

@@ -15,6 +15,8 @@ from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.config.groups import group_options
 from tests.pretended.runs import PLANTED
 
+pytestmark = pytest.mark.slow
+
 BASE = (
     *("data=shapes", "data.num_workers=0", "train.global_batch_size=2", "train.max_steps=9", "sample.every_steps=null"),
     *("checkpoint.every_steps=null", "log.every_steps=null"),

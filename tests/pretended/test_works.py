@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 HELD_OUT, MADE, STEPS, BATCH = 8, 16, 4, 8
 RUN = (
     *("data=shapes", "data.num_workers=0", "train.global_batch_size=2", "train.max_steps=1", "sample.every_steps=1"),

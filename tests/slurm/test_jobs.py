@@ -20,7 +20,7 @@ from tests.slurm.cluster import Cluster, missing, wait_for
 from tests.slurm.test_script import SCRIPT
 from tests.warm.programs import warm_programs
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 TRAINING = (
     *SMALL_NETWORK,
@@ -103,7 +103,6 @@ def undisturbed(folder: Path, overrides: tuple[str, ...]) -> Path:
     return folder / "alone"
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_preempted_job_continues_and_ends_as_if_undisturbed(cluster: Cluster, folder: Path):
     overrides = (*TRAINING, "checkpoint.every_steps=5", f"train.max_steps={STEPS}")
@@ -128,7 +127,6 @@ def test_preempted_job_continues_and_ends_as_if_undisturbed(cluster: Cluster, fo
     assert read_metrics(folder / "run") == read_metrics(undisturbed(folder, overrides))
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_each_run_of_a_sweep_is_a_job_of_several_ranks(cluster: Cluster, folder: Path):
     sweep = ["--multirun", "hydra/launcher=slurm", "hydra.launcher.tasks_per_node=2", "optimizer.lr=1e-3,1e-4,-1"]
