@@ -1,8 +1,8 @@
-# The verbs of this project. CI calls the same ones: .ci/run installs a SLURM, then `make test` and `make recipes`.
+# The verbs of this project. CI calls the same ones: .ci/run installs a SLURM, then `make test`, `make slow` and `make recipes`.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup test recipes gpu canary soak demo docs lint format clean
+.PHONY: help setup test slow recipes gpu canary soak demo docs lint format clean
 
 # The first Python >= 3.11 found; PYTHON=/path/to/python chooses another.
 ifndef PYTHON
@@ -27,10 +27,13 @@ setup:  ## make .venv with everything in it (about a minute where packages are c
 	@test -n "$(PYTHON)" || { echo "setup: no Python 3.11 or newer found; install one, or make setup PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) scripts/setup_venv.py
 
-test: setup  ## set up and run all tests that this machine can run
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+test: setup  ## set up and run all tests that take at most five seconds each
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
 
-recipes: setup  ## set up and run what `make test` leaves out: every published recipe and network at its full size
+slow: setup  ## set up and run the tests that take longer: several processes, SLURM, images, every documented command
+	$(BIN)/python -m pytest -n $(WORKERS) -m slow $(PYTEST_ARGS)
+
+recipes: setup  ## set up and run every published recipe and network at its full size; the others try one of each kind
 	$(BIN)/python -m pytest --recipes $(PYTEST_ARGS)
 
 gpu: setup  ## set up and run what only a CUDA device can show; all other tests hide it and run on the CPU

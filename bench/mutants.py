@@ -3,10 +3,10 @@
     python bench/mutants.py --count 200 --out bench/results/mutants.md
 
 Works on a copy of the checkout. The rooms' unit tests and golden cases run there once under coverage, which records the
-tests that run each line; a mutant is tried by those of its line, what runs at import by those of its module, and what they
-let pass by the tests of whole runs. Each verdict is appended to `<out>.jsonl` at once; the same command goes on after a
-kill. Tests run in forks of this process, which has imported the libraries: cosmic-ray starts a Python for each mutant,
-and 7 s of imports would precede 2 s of tests.
+tests that run each line. A mutant is tried by those of its line, or of its module where that runs at import, and what
+they let pass by the tests of whole runs. Each verdict is appended to `<out>.jsonl` at once; the same command goes on
+after a kill. Tests run in forks of this process, which has imported the libraries: cosmic-ray starts a Python for each
+mutant, and 7 s of imports would precede 2 s of tests.
 """
 
 from __future__ import annotations
