@@ -10,6 +10,7 @@ import torch
 from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn import functional
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade.latent_codec import VQGAN
@@ -166,3 +167,13 @@ def test_a_discriminator_scores_patches_sample_by_sample() -> None:
     torch.testing.assert_close(discriminator(images[:1]), scores[:1])
     again = build_discriminator(channels=8, layers=2, seed=0, device=CPU)
     assert torch.equal(again(images), scores)
+
+
+def test_a_discriminator_is_leaky_with_the_slope_of_the_paper() -> None:
+    """Isola et al. 2017, section 6.1.2: all ReLUs of the discriminator have slope 0.2."""
+    discriminator = build_discriminator(channels=8, layers=1, seed=0, device=CPU)
+    images = torch.rand(2, 3, 20, 32)
+    (first, _), (second, norm, _) = discriminator.blocks
+    x = functional.leaky_relu(first(2 * images - 1), negative_slope=0.2)
+    x = functional.leaky_relu(norm(second(x)), negative_slope=0.2)
+    torch.testing.assert_close(discriminator(images), discriminator.head(x)[:, 0])
