@@ -4,11 +4,12 @@ import logging
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from cascade_train.data.tar import storage
-from cascade_train.data.tar.storage import ATTEMPTS, S3, StoredObject
+from cascade_train.data.tar.storage import ATTEMPTS, S3, LocalFiles, StoredObject
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.data.loopback import FaultyS3, faulty_s3, point_at
 
@@ -133,3 +134,17 @@ def test_settings_that_do_not_fit_are_explained(server: FaultyS3, monkeypatch: p
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(ConfigError, match="AWS settings of this machine do not fit: .*nobody"):
         S3().stat("s3://bucket/a.tar")
+
+
+def test_a_local_range_is_read_on_where_the_system_returns_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(CONTENT)
+    pread = os.pread
+    monkeypatch.setattr(storage.os, "pread", lambda file, size, start: pread(file, min(size, 1000), start))
+    files = LocalFiles()
+    item = files.stat(str(path))
+    assert files.read(item, 500, 3500) == CONTENT[500:4000]
+    with pytest.raises(OSError, match=r"a\.tar ended at 100000 of 100001 bytes: it changed during the run"):
+        files.read(item, 99_990, 11)

@@ -21,6 +21,18 @@ class TestBTiny(StageContract):
     def test_96_pixels_are_24_latents(self, stage: Stage) -> None:
         assert stage.latent_shape(96, 128) == (4, 24, 32)
 
+    def test_its_network_halves_a_position_at_each_level_but_the_first(self, stage: Any) -> None:
+        first, last = stage.decoded_multiples()
+        noised = torch.zeros(1, *stage.latent_shape(last, last))
+        cond = stage.conditions(stage.tokenize([""]))
+        sides: set[int] = set()
+        blocks = [block for level in stage.network.down_blocks for block in level]
+        hooks = [each.register_forward_pre_hook(lambda _, inputs: sides.add(inputs[0].shape[-1])) for each in blocks]
+        stage.predict(noised, torch.tensor([0.5]), cond)
+        for hook in hooks:
+            hook.remove()
+        assert (last // first, 1) == (max(sides), min(sides))
+
     def test_dropped_images_are_zeros_and_others_their_semantic_latents(self, stage: Any, images: Any) -> None:
         cond = stage.conditions(stage.tokenize(["a", "b"]), images, torch.tensor([True, False]))
         assert set(cond) == {"clip_text_pooled", "effnet"}
