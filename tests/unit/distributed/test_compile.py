@@ -63,6 +63,7 @@ def bucket_sides() -> list[tuple[int, int]]:
     return [(height // 32, width // 32) for height, width in table.sizes_K2.tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("each_block", [False, True])
 def test_the_graphs_of_one_bucket_serve_for_all_and_other_calls_are_within_the_limit(each_block: bool) -> None:
     shapes.use_duck_shape = False  # as compile_units_of does
@@ -86,6 +87,7 @@ def test_the_graphs_of_one_bucket_serve_for_all_and_other_calls_are_within_the_l
     assert expected < graphs() <= limit
 
 
+@pytest.mark.slow
 def test_the_graphs_of_the_square_bucket_serve_for_all_of_stable_diffusion(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled(self, backend="eager", **options))
@@ -103,6 +105,7 @@ def test_the_graphs_of_the_square_bucket_serve_for_all_of_stable_diffusion(monke
     assert seen[0] < config.recompile_limit
 
 
+@pytest.mark.slow
 def test_a_compiled_network_computes_what_a_plain_one_does() -> None:
     """Unit by unit and recomputed; block by block, as FSDP2 needs it: tests/distributed/test_modes.py."""
     results = []

@@ -134,6 +134,7 @@ raise SystemExit(exit_code(meet))
 """
 
 
+@pytest.mark.slow
 def test_a_signal_is_heard_while_ranks_wait_for_each_other():
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     command, environment = [str(warm_programs() / "python"), "-c", MEETING], {**os.environ, **place}

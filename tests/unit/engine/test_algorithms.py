@@ -325,6 +325,7 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch):
         import_target(f"{name}.Lion")
 
 
+@pytest.mark.slow
 def test_the_page_has_the_bytes_of_a_parameter(repository):
     """Of a matrix of 1024 rows and columns."""
     page = (repository / "docs" / "optimizers.md").read_text()

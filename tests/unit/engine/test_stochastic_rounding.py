@@ -156,6 +156,7 @@ def test_small_steps_are_not_lost():
     assert weight.float().mean().item() == pytest.approx(exact.mean().item(), abs=2e-4)
 
 
+@pytest.mark.slow
 def test_300_steps_follow_those_on_fp32_masters(world):
     mesh = build_mesh(world, (1, 1))
     exact = np.array(train(bound("adamw", mesh, lr=2e-4, dtype=BF16, stored=torch.float32), range(1, 301)))

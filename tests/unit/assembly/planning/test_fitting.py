@@ -33,6 +33,8 @@ from cascade_train.errors import ConfigError
 from tests.integration.runs import SMALL
 from tests.unit.config.composing import checked
 
+pytestmark = pytest.mark.slow
+
 TINY = ("model=c_tiny", "model.image_size=512", "data=shapes", "train.global_batch_size=16", "train.precision=bf16")
 LARGE = Budget(gb=80)
 

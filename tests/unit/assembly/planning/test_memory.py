@@ -37,6 +37,8 @@ from cascade_train.tasks.prepared import PreparedBatch
 from tests.integration.runs import train
 from tests.unit.config.composing import checked
 
+pytestmark = pytest.mark.slow
+
 RUNS = {
     "accumulated": ("task=finetune", "train.micro_batch_size=4", "ema.decay=0.9", "train.precision=bf16"),
     "checkpointed adapters": ("task=lora", "activation_checkpointing=true", "task.train_tokens=[['[new]','^a']]"),

@@ -181,6 +181,7 @@ def check_channels_without_activation(kernels: ModuleType) -> None:
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_the_kernels_compute_what_torch_computes() -> None:
     code = "from tests.unit.models.cascade.networks.test_response_norm import check_kernels; check_kernels()"
