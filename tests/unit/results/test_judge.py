@@ -149,3 +149,13 @@ def test_only_features_need_torch_fidelity(monkeypatch: pytest.MonkeyPatch) -> N
     assert load_networks(features=None, **rest).features is None
     with pytest.raises(ConfigError, match="features=inception: FID.* torch-fidelity, which is not installed"):
         load_networks(features="inception", **rest)
+
+
+@pytest.mark.parametrize(("resize", "antialias"), [("clean", True), ("tf1", False)])
+def test_clean_resizing_is_antialiased(monkeypatch: pytest.MonkeyPatch, resize: str, antialias: bool) -> None:
+    def load(file: str, **given: Any) -> Any:
+        return file, given
+
+    monkeypatch.setattr("cascade_train.results.evaluation.measures.load_inception", load)
+    given: Any = load_networks(features="f.pth", resize=resize, clip=None, lpips=None, device=torch.device("cpu"))
+    assert given.features == ("f.pth", {"device": torch.device("cpu"), "key": "features", "antialias": antialias})

@@ -22,6 +22,7 @@ from cascade_train.data.index.rows import (
     changed_content,
     changed_rows,
     changed_samples,
+    combine,
     first_names,
     split,
 )
@@ -241,3 +242,10 @@ def test_an_empty_side_is_refused() -> None:
 
 def test_names_in_messages_can_be_written() -> None:
     assert first_names(["a", "\ud83d.png", "a", "c", "d"], 2) == "a, \\ud83d.png and 2 more"
+
+
+def test_checksums_of_parts_are_joined_as_indexes_of_before_have_them() -> None:
+    """Runs and caches keep them: another number would be changed data."""
+    parts = [np.array(each, dtype=np.uint64) for each in ([3, 2**56 - 1, 0], [5, 7, 9])]
+    wanted = [(first * 6364136223846793005 + second) % 2**64 for first, second in ((3, 5), (2**56 - 1, 7))]
+    assert combine(*parts).tolist() == [*wanted, 0]
