@@ -136,6 +136,15 @@ def test_the_export_of_a_checkpoint_is_that_of_a_run_which_ended_there(unfinishe
     wanted = exported_weights(ended)
     assert stored.keys() == wanted.keys()
     assert all(torch.equal(stored[name], wanted[name]) for name in wanted)
+    assert export(ExportArgs(source=str(ended), out=str(out))) == 0, "an export replaces an export"
+
+
+@pytest.mark.parametrize("name", ["prior", "README.md", "config.yaml"])
+def test_an_export_replaces_nothing_else(unfinished: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=rf"out=.* has {name}, which would be replaced\. Give another folder\."):
+        export(ExportArgs(source=str(unfinished), out=str(tmp_path)))
+    assert [path.name for path in tmp_path.rglob("*")] == [name]
 
 
 def test_an_unfinished_run_paints_once_it_is_exported(

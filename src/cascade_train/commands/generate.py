@@ -114,4 +114,4 @@ def painted(args: GenerateArgs, out: str | None) -> list[Image]:
     return images
 
 
-COMMAND = Command(arguments=GenerateArgs, run=generate, many_ranks=True)
+COMMAND = Command(arguments=GenerateArgs, run=generate)

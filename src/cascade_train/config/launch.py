@@ -180,6 +180,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
         if key in HYDRAS_OWN:
             form = shlex.quote(f"{HYDRAS_OWN[key]}={values[-1]}")
             raise ConfigError(f"{key}={values[-1]} has no effect on a run. Write: {form}")
+        if values[-1] == "None":
+            raise ConfigError(f"{key}=None is the text None. Write {key}=null for none.")
         if len(values) == 1:
             continue
         if "/" in key or key.partition("@")[0] in groups():

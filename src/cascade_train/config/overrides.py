@@ -57,7 +57,7 @@ def whole_number(key: str, given: str) -> str:
     digits = re.search(r"\d+", given)
     number = int(digits[0]) if digits else 1000
     with suppress(ValueError, OverflowError):
-        number = int(float(given))
+        number = int(float(given)) or 1
     return f"{key}={given} must be a whole number, e.g. {key}={number}."
 
 

@@ -31,6 +31,7 @@ from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import write_durably
 from cascade_train.files.hub import push_folder
 from cascade_train.files.run_folder import EXPORT, EXPORTED, exported_step
+from cascade_train.files.untrusted import read_regular
 from cascade_train.models.family import Family
 from cascade_train.models.formats.export import DTYPES, build_plain_network, save_network
 from cascade_train.models.formats.export_lora import export_lora, merge_all
@@ -52,9 +53,20 @@ CASCADE_SCHEDULER = "DDPMWuerstchenScheduler"
 """The one that diffusers' pipelines of the cascade sample with."""
 
 
+def _check_replaceable(out: Path) -> None:
+    """Raise a ConfigError where a run's export would replace what none has written; an export has its card."""
+    card, names = out / CARD, [CARD, CONFIG_NAME, *(name for family in families() for name in family.uses)]
+    if card.is_file() and b"\n- cascade_train\n" in read_regular(card):  # a tag of its front matter
+        return
+    if lost := [name for name in names if (out / name).exists()]:
+        raise ConfigError(f"out={out} has {lost[0]}, which would be replaced. Give another folder.")
+
+
 def export_run(run: Path, out: Path, *, step: int | None, average: float | None, allow_any_target: bool) -> None:
     """Write a run's export from a checkpoint as `export_checkpoint`, and print which it was."""
     cfg = load_saved_config(run, allow_any_target=allow_any_target)
+    if out != run / EXPORT:
+        _check_replaceable(out)
     with process_group() as world:
         checkpoint = export_checkpoint(cfg, run / "checkpoints", world, step=step, average=average, out=out)
     sys.stdout.write(f"{checkpoint.name} of {run} is exported to {out}\n")

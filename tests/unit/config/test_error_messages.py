@@ -34,6 +34,8 @@ REFUSED = {
     "model=c_tiny task=finetune +task.rank=8": r"^task\.rank is unknown: .*Finetune .* It is a key of task=lora\.$",
     "model=c_tiny task=finetune network_dim=8": r"^network_dim is .* mean task\.rank\? It is a key of task=lora\.$",
     "model=c_tiny task=lora hydra.run.dir=out": r"^hydra\.run\.dir=out has no effect on a run\. Write: run\.dir=out$",
+    "model=c_tiny task=lora data.captions.template=None": r"^data\.captions\.template=None is the text None\. Write "
+    r"data\.captions\.template=null for none\.$",
     "model=c_tiny task=lora +hydra.job.name=a": r"^hydra\.job\.name=a has no effect on a run\. Write: run\.name=a$",
     "model=c_tiny task=lora modle=x": r"^modle is unknown\. Did you mean model\?$",
     "model=c_tiny task=lora models@model=c_3b": r"^models is not a group .*Did you mean model\?$",
@@ -147,6 +149,11 @@ REPORTED: list[tuple[BaseException, int, str]] = [
         OSError(errno.ENOSPC, "No space left on device", "/nowhere/b.png"),
         1,
         r"/nowhere/b.png could not be written: .*No space left on device.* \(\d+.\d+ GiB are free there\)\. .*\n",
+    ),
+    (
+        OSError(errno.EROFS, "Read-only file system", "mine"),
+        2,
+        r"mine: Read-only file system\. Choose another folder, or change its permissions\.\n",
     ),
     (ConfigError("no."), 2, r"no\.\n"),
     (

@@ -165,6 +165,8 @@ def parse(schema: type[S], argv: Sequence[str]) -> S:
             is_source = "source" in getattr(schema, "__dataclass_fields__", ()) and is_existing_path(argument)
             form = f"from={argument}" if is_source else "key=value"
             raise ConfigError(f"{argument!r} is not an argument. Write {form}; --help lists the keys.")
+        if value == "None":
+            raise ConfigError(f"{argument} is the text None. Write {key}=null for none.")
         pairs.append((key, value))
     return filled(schema, pairs, _value)
 
@@ -211,6 +213,8 @@ def _set(cfg: DictConfig, key: str, value: Any, read: Callable[[Any], Any]) -> N
         reason = str(error).splitlines()[0].rstrip(".:")
         if reason.endswith("could not be converted to Integer"):
             raise ConfigError(whole_number(key, str(value))) from error
+        if reason.endswith("could not be converted to Float"):
+            raise ConfigError(f"{key}={value} must be a number.") from error
         given = repr(f"{key}={value}")
         raise ConfigError(f"{given} cannot be read: {reason}. A text with symbols is written {quoted}.") from error
 

@@ -331,5 +331,7 @@ def _record_continuation(
             write_durably(directory / _CONFIG, to_yaml(config))
     except OSError as error:
         raise ConfigError(f"run.dir={directory} is not writable: {error}. Remedy: make it so, or a new run") from error
+    if checkpoint is None and (directory / _METRICS).exists():
+        log.warning("%s has no checkpoint: the run starts over at step 1", directory)
     if differences:
         log.info("continuing %s with changed settings:\n%s", directory, describe(differences))

@@ -40,6 +40,20 @@ def test_keys_fill_the_fields_with_their_types():
     assert draw == Draw(source="runs/a", prompts=["a red circle", "b, c"], steps=5, format=Format.webp)
 
 
+@dataclass(kw_only=True)
+class Guided:
+    """Draw with guidance."""
+
+    guidance_scale: float = 4.0
+    """Of the prompt."""
+
+
+def test_a_text_in_place_of_a_number_is_refused():
+    assert parse(Guided, ["guidance_scale=3"]) == Guided(guidance_scale=3.0)
+    with pytest.raises(ConfigError, match=r"^guidance_scale=high must be a number\.$"):
+        parse(Guided, ["guidance_scale=high"])
+
+
 def test_braces_in_a_value_are_kept():
     assert parse(Draw, ["from=a-{000..005}.tar"]).source == "a-{000..005}.tar"
 
@@ -50,6 +64,8 @@ REFUSED = {
     "prompts": "'prompts' is not an argument. Write key=value",
     "--steps=3": "'--steps=3' is not an argument. Write key=value",
     "steps=many": "steps=many must be a whole number, e.g. steps=1000",
+    "steps=0.5": r"steps=0\.5 must be a whole number, e\.g\. steps=1\.",
+    "prompts=None": "prompts=None is the text None. Write prompts=null for none.",
     "steps=step_9": "steps=step_9 must be a whole number, e.g. steps=9",
     "tests": "'tests' is not an argument. Write from=tests;",
     "format=gif": "'format=gif' cannot be read: Invalid value 'gif', expected one of",

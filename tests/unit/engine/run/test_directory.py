@@ -93,6 +93,15 @@ def test_a_run_continues_from_its_newest_checkpoint_that_verifies(directory):
     assert [(line["step"], line["changes"]) for line in history(directory)] == [(4, {})]
 
 
+def test_a_run_that_lost_its_checkpoints_says_that_it_starts_over(directory, caplog):
+    claim(directory, config=CONFIG, resume="auto").lock.release()
+    claim(directory, config=CONFIG, resume="auto").lock.release()
+    assert "starts over" not in caplog.text, "it had not made a step"
+    (directory / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert claim(directory, config=CONFIG, resume="auto").resume_from is None
+    assert f"{directory} has no checkpoint: the run starts over at step 1" in caplog.text
+
+
 def test_a_run_is_as_before_where_a_start_that_would_continue_it_fails(directory):
     claim(directory, config=CONFIG, resume="auto")
     save(directory, 2)
