@@ -140,6 +140,10 @@ class Coverage:
             subprocess.run(command, cwd=root, env={**os.environ, "COVERAGE_FILE": str(path)}, check=False)
         self._root, self._data = root, CoverageData(path)
         self._data.read()
+        self._of_file: dict[str, set[str]] = {}  # the tests of each file
+        for context in self._data.measured_contexts() - {""}:
+            test = context.rpartition("|")[0]
+            self._of_file.setdefault(test.partition("::")[0], set()).add(test)
 
     def tests(self, mutant: Mutant) -> list[str]:
         """Return the ids of the tests that run a mutant's line, those of its module first."""
@@ -155,7 +159,9 @@ class Coverage:
         found = {*contexts.get(mutant.line, ()), *contexts.get(first, ())} - {""}
         if not found:  # runs at import
             found = {context for each in contexts.values() for context in each} - {""}
-        ids = {context.rpartition("|")[0] for context in found}
+        ids = set[str]()
+        for test, _, when in (context.rpartition("|") for context in found):  # a fixture may serve a whole file
+            ids |= self._of_file[test.partition("::")[0]] if when == "setup" else {test}
         stem = f"test_{Path(mutant.file).stem}"
         room = f"/{mutant.file.partition('/')[0]}/"
         return sorted(ids, key=lambda each: (stem not in each, room not in each, each))

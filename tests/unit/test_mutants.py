@@ -58,10 +58,11 @@ def test_operators_constants_and_conditions_change_and_texts_stay(tmp_path: Path
 
 def test_a_mutant_is_tried_by_the_tests_of_its_line_or_of_its_module_where_it_runs_at_import(tmp_path: Path) -> None:
     by_change = {mutant.before: mutant for mutant in checkout(tmp_path)}
-    covered = coverage(tmp_path, ("", [4]), ("a.py::far|run", [5, 6, 8]), (f"{NOTICES}|run", [5, 8]), ("b|setup", [6]))
+    fixture = ("b.py::one|setup", [6]), ("b.py::two|run", [5])
+    covered = coverage(tmp_path, ("", [4]), ("a.py::far|run", [5, 6, 8]), (f"{NOTICES}|run", [5, 8]), *fixture)
     assert covered.tests(by_change["a < b"]) == [NOTICES, "a.py::far"]
-    assert covered.tests(by_change["a and not b"]) == ["a.py::far", "b"]
-    assert covered.tests(by_change["1"]) == [NOTICES, "a.py::far", "b"]
+    assert covered.tests(by_change["a and not b"]) == ["a.py::far", "b.py::one", "b.py::two"], "a fixture of b.py"
+    assert covered.tests(by_change["1"]) == [NOTICES, "a.py::far", "b.py::one", "b.py::two"]
 
 
 @pytest.mark.parametrize(

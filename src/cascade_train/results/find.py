@@ -108,7 +108,7 @@ def use_codec(model: TrainedModel, codec: str) -> None:
     stage_a.weights = codec
 
 
-def stored_network(source: str, *, model: str | None, key: str, allow_any_target: bool = False) -> Any:
+def stored_network(source: str, *, model: str | None, key: str, allow_any_target: bool) -> Any:
     """Return the network that `source` belongs to, on the meta device.
 
     `source` is a run, its export or a folder in it, another folder, a file, or a hub id. Without `model`, an option of

@@ -39,6 +39,14 @@ def test_a_member_larger_than_allowed_is_not_read(tmp_path: Path) -> None:
             source.read(row)
 
 
+def test_a_limit_is_in_kib_of_text_and_mib_of_pictures() -> None:
+    limits = FileLimits(max_file_mib=2, max_text_kib=3)
+    for part, most in (("image", 2 * 1024**2), ("mask", 2 * 1024**2), ("caption", 3 * 1024)):
+        limits.check(part, most)
+        with pytest.raises(UnreadableSampleError, match=f"its {part} has {most + 1} bytes"):
+            limits.check(part, most + 1)
+
+
 def test_filters_take_a_json_that_is_too_large_for_none_and_notice_another_limit(tmp_path: Path) -> None:
     tar = tars.write(tmp_path / "a.tar", [*sample("a"), *sample("b", json=LARGE_JSON)])
     for limit, left in ((1, 1), (None, 2), (1, 1)):
