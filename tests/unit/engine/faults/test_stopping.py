@@ -53,6 +53,15 @@ def fail():
     raise RunError("as a full disk")
 
 
+def test_a_signal_in_the_last_step_stops_nothing(world, tmp_path, monkeypatch):
+    trainer = build_trainer(world, tmp_path, max_steps=3)
+    trainer.stopping = Stopping(signals=Signals(), limit=TimeLimit(max_hours=None), timeout_seconds=5)
+    monkeypatch.setattr(Stopping, "vote", lambda self, **_: Request.STOP if trainer.step == 3 else Request(0))
+    monkeypatch.setattr(trainer, "stop", lambda: pytest.fail("a run that has ended was stopped"))
+    trainer.run()
+    assert trainer.step == 3
+
+
 def test_the_limit_leaves_time_for_two_steps_and_a_save(clock):
     limit = TimeLimit(max_hours=1000 / 3600)
     for clock["now"] in (50.0, 60.0, 90.0, 100.0):  # set-up with the first step, then steps of 10, 30 and 10 s
