@@ -48,6 +48,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(run: Path, tmp_path: Path) -> No
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
+@pytest.mark.slow
 def test_stable_diffusion_and_a_training_of_the_decoder_alone_take_what_it_leaves(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,8 @@ from tests.integration.runs import NARROW, SMALL, once, read_metrics, train
 from tests.unit.data.tars import picture, write
 from tests.unit.models.cascade.test_stage_c import TINY_VISION
 
+pytestmark = pytest.mark.slow
+
 VISION = ",".join(f"{key}:{'null' if value is None else value}" for key, value in TINY_VISION.items())
 MODEL = ("model=c_tiny", f"model.image_encoder={{{VISION}}}")
 SHAPES = ("data=shapes", "data.samples=24", "data.image_size=96")

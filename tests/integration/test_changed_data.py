@@ -16,6 +16,8 @@ from cascade_train.__main__ import launch
 from tests.integration.runs import NARROW, SMALL, read_metrics, train
 from tests.unit.data import tars
 
+pytestmark = pytest.mark.slow
+
 RUN = ("task=finetune", *NARROW, "train.global_batch_size=4", "data.num_workers=0")
 GOES_ON = "data.on_change=restart"
 UNKNOWN = "Whether files of the data changed is unknown"
@@ -187,7 +189,6 @@ def test_other_data_on_a_resume_is_told_in_a_few_lines(data: Path, tmp_path: Pat
     assert text.endswith("or data.on_change=restart to go on with the new")
 
 
-@pytest.mark.slow
 def test_what_a_killed_process_left_in_a_cache_is_removed(tmp_path: Path, told: Told) -> None:
     killing = (
         "import os, sys; from cascade_train.assembly import cache_making; from cascade_train.data import latent_cache\n"

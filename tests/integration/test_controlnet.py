@@ -50,6 +50,7 @@ def paint(source: Path, out: Path, **given: object) -> np.ndarray:
     return np.asarray(Image.open(out / "00_00.png")).astype(int)
 
 
+@pytest.mark.slow
 def test_an_evaluation_draws_maps_by_the_number_of_a_picture(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

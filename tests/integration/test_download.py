@@ -73,6 +73,7 @@ def fetched(hub: Hub) -> set[str]:
     return {path.partition("/")[2] for path in asked if path}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's way to call its own client
 def test_what_a_training_needs_is_downloaded_through_three_cuts_and_used_offline(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -185,6 +185,7 @@ def test_stage_a_reconstructs(real: Path, tmp_path: Path) -> None:
     assert json.loads((run / "evaluation.jsonl").read_text())["evaluate/psnr"] == measures["psnr"]
 
 
+@pytest.mark.slow
 def test_a_watched_run_is_judged_at_each_checkpoint(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

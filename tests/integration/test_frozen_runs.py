@@ -22,6 +22,8 @@ from tests.frozen import frozen_set
 from tests.frozen.frozen_set import COMMIT, HERE, STEP, assert_went_on, reads_checkpoints, stopped
 from tests.integration.runs import tensor_digests
 
+pytestmark = pytest.mark.slow
+
 RUNS = (
     *("a_vqgan", "autoencoder_kl", "b_reconstruction", "c_cached", "c_controlnet", "c_finetune", "c_lora"),
     *("c_plain_lora", "c_stream", "pair", "previewer", "sd_controlnet", "sd_finetune", "sd_lora", "sdxl_controlnet"),

@@ -48,6 +48,7 @@ def test_a_length_that_is_kept_is_exported_as_it_was_at_a_step(finetuned, tmp_pa
         assert len(weights) > 20
 
 
+@pytest.mark.slow
 def test_a_length_in_between_is_exported_and_paints(finetuned, tmp_path, capsys):
     weights = exported_weights(exported(finetuned, tmp_path, average=0.07))
     for average in (exported_weights(finetuned), exported_weights(exported(finetuned, tmp_path / "a", average=0.05))):

@@ -23,6 +23,8 @@ from tests.unit.models.stages import untrained
 from tests.unit.tasks.test_finetune import OBJECTIVES as WITHOUT_STATE
 from tests.warm.programs import warm_programs
 
+pytestmark = pytest.mark.slow
+
 FINETUNE = (*SMALL_NETWORK, "task=finetune")
 KILLED_IN_STEP = 4
 SCRIPT = f"""
@@ -80,7 +82,6 @@ def test_a_run_goes_on_from_another_folder_with_another_patience(tmp_path, monke
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
 
 
-@pytest.mark.slow
 def test_killed_after_step_three_of_eight_and_continued_gives_the_same_run(tmp_path):
     """With workers, on pictures of several shapes; without either: test_resume_exact.py."""
     overrides = [*LONG, "data.num_workers=2", *IN_SHAPES, pictures_in_shapes(tmp_path)]
@@ -108,7 +109,6 @@ def origin(tmp_path_factory):
     return train(tmp_path_factory.mktemp("origin") / "run", *FINETUNE, "checkpoint.keep_last=null")
 
 
-@pytest.mark.slow
 def test_the_newest_checkpoint_that_verifies_is_taken(origin, tmp_path, caplog):
     whole = train(tmp_path / "whole", *FINETUNE, "train.max_steps=6", "checkpoint.keep_last=null")
     run = shutil.copytree(origin, tmp_path / "run")

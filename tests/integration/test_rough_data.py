@@ -194,6 +194,7 @@ def test_a_batch_of_more_than_all_samples_is_refused_and_a_run_that_has_one_goes
     assert len(read_metrics(train(tmp_path / "run", *few, "train.global_batch_size=16", "train.max_steps=2"))) == 2
 
 
+@pytest.mark.slow
 def test_runs_and_caches_of_before_metadata_was_read_go_on_with_the_key_that_a_refusal_names(tmp_path, capfd):
     root = tmp_path / "set"
     for number in range(12):

@@ -19,6 +19,8 @@ from cascade_train.results.paint import load_parts
 from tests.integration.runs import cut_back, read_metrics, train
 from tests.unit.models.stages import build_stage, untrained
 
+pytestmark = pytest.mark.slow
+
 SHORT = (
     *("train.global_batch_size=4", "train.max_steps=2", "data.num_workers=0", "checkpoint.every_steps=null"),
     *("optimizer.lr=1e-3", "data.samples=12"),
@@ -119,7 +121,6 @@ def test_a_run_whose_text_tower_trained_paints_with_it(tmp_path: Path, capsys: p
     assert "something in model.text_encoder trains, but a cache would hold what it made at" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "schedule_free"])
 def test_a_tower_gets_and_loses_a_learning_rate_of_its_own_in_a_resume(optimizer: str, tmp_path: Path) -> None:
     """Of the network's value, so that a run that continues should be one that never stopped."""

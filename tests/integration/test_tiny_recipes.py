@@ -90,6 +90,7 @@ def test_stage_c_and_b_paint_together(prior: Path, decoder: Path, tmp_path: Path
         assert picture.size == (96, 96)
 
 
+@pytest.mark.slow
 def test_the_judge_finds_that_two_steps_teach_nothing(
     prior: Path, decoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_text_tower_trains_from_nothing_with_its_network(network: tuple[str, P
     assert all(np.isfinite(row["loss"]) for row in read_metrics(run))
 
 
+@pytest.mark.slow
 def test_the_judge_of_stable_diffusion_writes_its_page(
     network: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

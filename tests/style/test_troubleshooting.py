@@ -87,6 +87,7 @@ def test_a_message_without_a_command_is_in_the_source(title: str, block: str) ->
     assert [each for each in found if each not in literals()] == [], title
 
 
+@pytest.mark.slow
 def test_overrides_of_the_answers_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     prose = BLOCK.sub("", PAGE.read_text())

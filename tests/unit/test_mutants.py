@@ -89,6 +89,7 @@ def test_a_mutant_is_noticed_by_the_first_test_that_passes_without_it(tmp_path, 
     assert path.read_text() == SOURCE
 
 
+@pytest.mark.slow
 def test_tests_run_in_a_fork_say_which_failed_first(tmp_path: Path) -> None:
     path = tmp_path / "test_some.py"
     path.write_text("import time\n\ndef test_a():\n    pass\n\ndef test_b():\n    assert False\n"

@@ -81,6 +81,7 @@ def test_checkpoints_in_epochs_are_counted_in_steps(capsys):
     assert "of the checkpoints all that may stay are counted." in text
 
 
+@pytest.mark.slow
 def test_what_lies_on_the_host_is_said(capsys):
     own = ("task=finetune", "model=c_tiny", "samples=false", "train.precision=bf16")
     waiting = "checkpoint.asynchronous=false"

@@ -44,6 +44,7 @@ def test_every_default_in_python_is_in_a_list() -> None:
     assert {name: ast.literal_eval(python_expression(name)) for name in lists} == lists
 
 
+@pytest.mark.slow
 def test_the_lists_speak_of_what_ships_and_give_reasons() -> None:
     named = {file for entry in CHOSEN for file in entry["values"]} | set(PUBLISHED) - {"recipe"}
     assert named <= {*shipped_files(), "python"}

@@ -97,6 +97,7 @@ def test_the_state_of_another_algorithm_is_refused_as_that(world, tmp_path):
         store.load(path, {"phases": {"main": bound("lion", mesh, row=False).state_dict()}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["finetune", "lora"])
 def test_it_trains_the_tiny_cascade(world, task):
     made = attached(component("task", task), "c_tiny")

@@ -10,6 +10,8 @@ from cascade_train.config.groups import option_targets
 from cascade_train.config.targets import class_constant
 from scripts import write_memory_tiers
 
+pytestmark = pytest.mark.slow
+
 PAGE = write_memory_tiers.PAGE.read_text()
 LINES = PAGE.split(write_memory_tiers.FIRST)[1].split(write_memory_tiers.LAST)[0].split("\n")
 ROWS = [line.split("|")[1:3] for line in LINES[3:-1]]
@@ -89,8 +91,8 @@ def test_numbers_of_memory_in_texts_are_those_of_the_tables():
         (readme, f"{least['model=c_3b task=lora train.base_weights=int8'][0]} GB for a LoRA of `c_3b` on int8"),
         (readme, f"bf16 weights, {least[f'model=c_3b {adafactor}'][0]} GB (`c_3b`)"),
         (readme, f"(`c_3b`) and\n{least[f'model=c_1b {adafactor}'][0]} GB (`c_1b`)"),
-        (lora, f"Adapters on the 3.6B take {split['c_3b, LoRA'][0]} GB"),
-        (lora, f"those on the 1B {split['c_1b, LoRA'][0]} GB"),
+        (lora, f"a LoRA on the 3.6B takes {split['c_3b, LoRA'][0]} GB"),
+        (lora, f"on the 1B {split['c_1b, LoRA'][0]} GB"),
         (scale, f"takes {one} GB, with an average of the weights on the device 82:"),
         (scale, f"bf16 weights ({least[f'model=c_3b {adafactor}'][0]} GB)"),
         (scale, f"{two} or {four} GB at one image"),

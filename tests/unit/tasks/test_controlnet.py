@@ -127,6 +127,7 @@ def compiled(stage: Any, task: Any) -> None:
             module.compile(backend="aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns about its own parts
 @pytest.mark.parametrize("change", [plain, recomputed, compiled])
 def test_at_step_zero_the_generators_output_is_bit_for_bit_its_own(change: Callable[[Any, Any], None]) -> None:

@@ -114,6 +114,7 @@ def prompts_of(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> s
     return out.read_text()
 
 
+@pytest.mark.slow
 def test_only_regular_small_files_inside_the_files_own_folder_are_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
