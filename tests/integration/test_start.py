@@ -25,8 +25,8 @@ import atexit, gc, json, sys
 from cascade_train.__main__ import launch, main
 from cascade_train.engine.loss_charts import LossCurve
 LossCurve.draw = lambda self: None  # brings matplotlib at the first save, which is later than the start
-for task in ("lora", "controlnet"):
-    code = launch([f"task={task}", f"run.dir={task}", *sys.argv[1:]])
+for task, *own in (["lora"], ["controlnet", "task.bottleneck=small"]):
+    code = launch([f"task={task}", f"run.dir={task}", *own, *sys.argv[1:]])
     print(json.dumps([task, code, sorted(sys.modules)]))
 assert gc.get_freeze_count() == 0, "this process is not a run's own"
 unfreeze = gc.unfreeze
