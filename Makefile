@@ -1,4 +1,4 @@
-# The verbs of this project. CI calls the same ones: .ci/run installs a SLURM, then `make test`, `make slow` and `make recipes`.
+# The verbs of this project. CI calls the same ones: .ci/run installs a SLURM, then runs test, slow and recipes.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help

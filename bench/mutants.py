@@ -150,12 +150,8 @@ class Coverage:
         path = f"src/cascade_train/{mutant.file}"
         contexts = self._data.contexts_by_lineno(path)
         tree = ast.parse((self._root / path).read_bytes())
-        lines = {mutant.line} | {
-            node.lineno
-            for node in ast.walk(tree)
-            if isinstance(node, ast.stmt) and node.lineno <= mutant.line <= node.end_lineno
-        }
-        first = max(lines - {mutant.line}, default=mutant.line)
+        statements = (node for node in ast.walk(tree) if isinstance(node, ast.stmt))
+        first = max(node.lineno for node in statements if node.lineno <= mutant.line <= node.end_lineno)
         found = {*contexts.get(mutant.line, ()), *contexts.get(first, ())} - {""}
         if not found:  # runs at import
             found = {context for each in contexts.values() for context in each} - {""}
