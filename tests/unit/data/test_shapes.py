@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cascade_train.data.shapes import COLOURS, POSITIONS, RADII, SHAPES, Scene, Shapes
+from cascade_train.data.shapes import COLOURS, POSITIONS, RADII, SHAPES, Scene, Shapes, outline_mask
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import DatasetContract
 
@@ -98,6 +98,15 @@ def test_sides_put_the_same_object_left_and_right_and_are_in_no_picture_unasked(
         halves = [np.asarray(each.draw(row)[2])[:, half] for each, half in ((left, np.s_[:48]), (right, np.s_[48:]))]
         assert np.array_equal(np.asarray(picture), np.concatenate(halves, axis=1))
     assert not any(shapes(samples=600).draw(row)[0].position == "sides" for row in range(600))
+
+
+@pytest.mark.parametrize(
+    ("shape", "turns"), [("square", 4), ("diamond", 2), ("triangle", 3), ("star", 5), ("cross", 4)]
+)
+def test_a_shape_turned_by_its_symmetry_is_as_before(shape: str, turns: int) -> None:
+    first, turned = (np.asarray(outline_mask(shape, 200, (100, 100), 60, degrees)) for degrees in (0, 360 / turns))
+    assert 0.05 < (first == 255).mean() < 0.5
+    assert (first != turned).mean() < 0.01
 
 
 def test_edges_are_soft() -> None:
