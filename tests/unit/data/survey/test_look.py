@@ -42,3 +42,10 @@ def test_a_mirrored_picture_and_one_in_other_colours_do_not() -> None:
     picture = scene(2)
     others = [picture[:, ::-1], np.roll(picture, 1, axis=2), 255 - picture, np.full_like(picture, 255)]
     assert group_alike([look_of(each) for each in [picture, *others]]) == []
+
+
+def test_of_a_large_picture_only_every_nth_pixel_is_looked_at() -> None:
+    picture = np.random.default_rng(0).integers(0, 256, (1024, 1536, 3), dtype=np.uint8)
+    found, wanted = look_of(picture), look_of(picture[::4, ::4])
+    assert found.hash == wanted.hash
+    assert np.array_equal(found.colours, wanted.colours)
