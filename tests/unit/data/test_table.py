@@ -119,8 +119,10 @@ def test_rows_without_pictures_or_captions_are_left_out_and_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pictures(tmp_path, "a.png")
-    path = text(tmp_path / "t.csv", "image,caption\na.png,one\n,two\na.png,\nabsent.png,three\n.,four\na.png\n")
-    assert captions(table(path)) == [("a.png", "one")]
+    (tmp_path / "cut.png").touch()  # is there, and counts as unreadable
+    rows = "a.png,one\n,two\na.png,\nabsent.png,three\n.,four\na.png\ncut.png,five\n"
+    path = text(tmp_path / "t.csv", f"image,caption\n{rows}")
+    assert captions(table(path)) == [("a.png", "one"), ("cut.png", "five")]
     assert "left out 3 rows without a picture or a caption" in caplog.text
     assert "left out 2 rows whose pictures are not there: absent.png, ." in caplog.text
 

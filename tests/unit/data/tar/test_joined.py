@@ -118,6 +118,7 @@ DAMAGE: list[tuple[str, Callable[[Path], Any]]] = [
     ("keys.npy", lambda file: file.write_bytes(b"x" * file.stat().st_size)),
     ("table.npy", lambda file: (file.unlink(), os.mkfifo(file))),
     ("sizes.json", lambda file: file.write_text("[1]")),
+    ("sizes.json", lambda file: file.write_text(file.read_text() + " " * 2**20)),  # more than is ever written
     ("content.npy", Path.unlink),
     ("sizes.json", Path.unlink),
 ]
