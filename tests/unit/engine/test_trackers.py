@@ -171,6 +171,8 @@ def test_a_tracker_calls_its_library_as_it_is(world: Any, tmp_path: Path, name: 
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
             parameters = [inspect.Parameter(each, kind, default=None) for each in known[path][1]]
             inspect.Signature(parameters).bind(*args, **kwargs)
+            switched_on = {key for key, value in kwargs.items() if value is True}
+            assert switched_on <= {"resume"}, "a library records nothing by itself (docs/trackers.md)"
     told = str(stand_in.mock_calls)
     assert all(each in told for each in SHOWN[name])
     assert "hunter2" not in told
