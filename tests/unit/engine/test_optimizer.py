@@ -195,6 +195,15 @@ def test_every_dense_optimizer_of_torch_trains_and_resumes_bitwise(
         assert all(torch.equal(a, b) for a, b in zip(last, train(fresh, range(3, 6)), strict=True))
 
 
+class OfRows(torch.optim.SGD):
+    """Needs the rows of a matrix whole, which shards leave them."""
+
+    def step(self, closure=None):
+        if any(local(p).shape[1:] != p.shape[1:] for group in self.param_groups for p in group["params"]):
+            raise RuntimeError("a part of a row")
+        return super().step(closure)
+
+
 @pytest.mark.parametrize("algorithm", NEED_WHOLE)
 def test_what_cannot_work_on_parts_of_weights_is_refused_before_the_first_batch(algorithm):
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -202,6 +211,7 @@ def test_what_cannot_work_on_parts_of_weights_is_refused_before_the_first_batch(
         network = matrices(init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
         with pytest.raises(ConfigError, match=r"optimizer.algorithm=\w+ cannot train .* sharded over 2 ranks. Remedy"):
             spec(algorithm=algorithm, weight_decay=0.0).build(dict(network.named_parameters()), 1)
+        spec(algorithm=OfRows).build(dict(network.named_parameters()), 1)
     finally:
         dist.destroy_process_group()
 
