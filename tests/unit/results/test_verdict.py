@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from cascade_train.engine.checkpoint.folder import EVALUATIONS, evaluations
+from cascade_train.engine.checkpoint.folder import EVALUATIONS, Manifest, evaluations, write_manifest
 from cascade_train.engine.run.report import notes
 from cascade_train.engine.sampling import CELL_PX, LABEL_PX
 from cascade_train.results.evaluation import verdict
@@ -37,6 +38,23 @@ def test_numbers_follow_a_line_that_a_crash_has_torn(tmp_path: Path) -> None:
     assert len(lines.read_text().splitlines()) == 4
     assert evaluations(lines, {4: "w"})[4] == {"evaluate/psnr": 20.0}
     assert judged(tmp_path, "s") == {(2, "w"), (4, "w"), (6, "w")}
+
+
+def test_numbers_go_to_the_tracked_run_of_the_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that began without a tracker."""
+    tracker = "tracker: {name: wandb, project: p, entity: null, mode: offline}"
+    (tmp_path / "config.yaml").write_text(f"{tracker}\nrun: {{name: r}}\n")
+    for step, run_id in ((2, None), (4, "the-id")):
+        folder = tmp_path / "checkpoints" / f"step_{step}"
+        folder.mkdir(parents=True)
+        write_manifest(folder, Manifest(step=step, files={}, facts={"tracker_run_id": run_id}))
+    build = MagicMock()
+    monkeypatch.setattr(verdict, "build_tracker", build)
+    keep(found_of(), tmp_path, 2, tmp_path / GRID, track=True, is_main=True)
+    assert build.call_args.kwargs["run_id"] == "the-id"
+    build.return_value.log.assert_called_once_with({"evaluate/psnr": 20.0}, 2)
 
 
 def shown(folder: Path, *, prompts: int, count: int, follows: bool) -> list[list[int]]:
