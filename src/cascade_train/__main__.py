@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import cascade_train
+from cascade_train.errors import INTERRUPTED
 from cascade_train.signals import set_handlers, stop_at_once
 
 GC_THRESHOLD = 100_000
@@ -26,7 +27,11 @@ def main() -> None:
         sys.path.append(str(Path.cwd()))  # modules of a user's own, which `python -m` finds without this
     if not is_training(sys.argv[1:]):
         gc.set_threshold(GC_THRESHOLD)
-        leave(launch(sys.argv[1:]))
+        try:
+            leave(launch(sys.argv[1:]))
+        except KeyboardInterrupt:  # while it imports; later, run_command reports it
+            sys.stderr.write("Interrupted.\n")
+            leave(INTERRUPTED)
     set_handlers(stop_at_once)
     gc.disable()  # assembly.run enables it
     code = launch(sys.argv[1:])

@@ -150,6 +150,8 @@ def pushed_with_a_card(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "batches of 8" in card.text
     with pytest.raises(ConfigError, match="push=mine is no repository of the hub. Write it user/name"):
         ExportArgs(source="run", push="mine")
+    with pytest.raises(ConfigError, match="out=a.safetensors names a folder, whose files are named"):
+        ExportArgs(source="run", out="a.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,24 @@ entry.main()
 """
 
 
+INTERRUPTED = """
+import sys
+from cascade_train import __main__ as entry
+
+def launch(argv):
+    raise KeyboardInterrupt
+
+entry.launch = launch
+sys.argv[1:] = ["plan"]
+entry.main()
+"""
+
+
+def test_a_command_that_is_interrupted_while_it_imports_leaves_no_traceback():
+    end = subprocess.run([warm_programs() / "python", "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+    assert (end.returncode, end.stderr) == (130, "Interrupted.\n")
+
+
 @pytest.mark.parametrize(
     ("command", "group", "output"),
     [

@@ -24,6 +24,7 @@ from cascade_train.assembly.model_card import write_card
 from cascade_train.assembly.planning.fitting import fit
 from cascade_train.assembly.samples import build_sampling, build_validation, read_sample_prompts
 from cascade_train.config.arguments import free_keys, make_absolute
+from cascade_train.config.groups import chosen, typed_keys
 from cascade_train.config.saved import recipe_of, to_plain
 from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import DataSet, open_data_set
@@ -127,6 +128,8 @@ def train_in(
         facts = start_facts(cfg, parts, data, run, trainer)
         run.record_start({"facts": facts, "data": cast(Feed, trainer.feed).report(), "overrides": overrides()})
     log.info("%s", "\n".join(f"  {name:<10} {text}" for name, text in facts.items()))
+    for text in doubts(cfg, trainer.max_steps):
+        log.warning("%s", text)
     signals.wait_for_votes()
     with run_end_hook(cfg.run.on_end, trainer, run.path), ExitStack() as stack:
         if world.is_main:
@@ -275,6 +278,18 @@ def start_facts(cfg: DictConfig, parts: Parts, data: DataSet, run: RunDirectory,
         "length": length,
         "writes to": str(run.path),
     }
+
+
+def doubts(cfg: DictConfig, max_steps: int) -> list[str]:
+    """Return sentences on what a user of a run of `max_steps` may have meant otherwise."""
+    found, warmup = list[str](), cfg.lr_scheduler.get("warmup_steps") or 0
+    if HydraConfig.initialized() and not {"data", "experiment"} & typed_keys():
+        found.append(f"No data is chosen: training on {chosen('data', cfg.data['_target_'])}. Your own: data.path=…")
+    if warmup >= max_steps:
+        found.append(f"lr_scheduler.warmup_steps={warmup}: the run ends before the learning rate reaches optimizer.lr.")
+    if cfg.tracker.name.value == "none" and cfg.tracker.project is not None:
+        found.append(f"tracker.project={cfg.tracker.project} has no effect with tracker=none.")
+    return found
 
 
 def _mode(cfg: DictConfig, world: World, trainer: Trainer) -> str:

@@ -58,8 +58,15 @@ class ExportArgs(WeightsArgs):
                 f"dtype={self.dtype}: is for what format= names. Add format=original for a network's weights; adapters"
                 " are written in fp32."
             )
+        if self.out is not None and Path(self.out).suffix == ".safetensors":
+            raise ConfigError(f"out={self.out} names a folder, whose files are named after their formats.")
         if self.push is not None and (parse_source(self.push) or HubSource("", None, "-")).repo != self.push:
             raise ConfigError(f"push={self.push} is no repository of the hub. Write it user/name.")
+        self._check_combined()
+        if self.average is not None:
+            check_length("average", self.average)
+
+    def _check_combined(self) -> None:
         if COMBINED not in self.formats():
             for key in ("decoder", "codec"):
                 if getattr(self, key) is not None:
@@ -69,8 +76,6 @@ class ExportArgs(WeightsArgs):
                 "format=combined is written alone, of what a run exported, and needs a Stage B: from=<Stage C> "
                 "decoder=<Stage B> format=combined, without step and average. Export a step first."
             )
-        if self.average is not None:
-            check_length("average", self.average)
 
     def formats(self) -> list[str]:
         """Return the formats asked for."""

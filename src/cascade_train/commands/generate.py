@@ -73,6 +73,9 @@ class GenerateArgs(PaintingArgs):
             raise ConfigError(
                 f"start_strength={self.start_strength} must be above 0, at most 1, and is for start_image=…."
             )
+        for key, given in pictures.items():
+            if missing := [path for path in given if not Path(path).expanduser().exists()]:
+                raise ConfigError(f"{key}={missing[0]}: there is no such file.")
 
 
 def generate(args: GenerateArgs) -> int:

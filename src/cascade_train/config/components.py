@@ -29,6 +29,7 @@ from cascade_train.config.arguments import (
 )
 from cascade_train.config.groups import group_form, groups, nearest, unknown_hint
 from cascade_train.config.help import argument_doc, meaning_of
+from cascade_train.config.overrides import quoted_form
 from cascade_train.config.targets import check_targets, components_in, import_target, inherited, is_component
 from cascade_train.errors import ConfigError, RunError
 
@@ -140,7 +141,10 @@ def _try_optimizer(make: functools.partial[Any], torch: Any) -> None:
 def check_is_component(path: str, node: Any) -> None:
     """Refuse a root component that is something else, such as a text."""
     if not is_component(node):
-        raise ConfigError(f"{path}={_shown(node)} is not a component (a node with _target_). {group_form(path, node)}")
+        in_file = f" In a file, its defaults choose it: - override /{path}: {node}." if isinstance(node, str) else ""
+        raise ConfigError(
+            f"{path}={_shown(node)} is not a component (a node with _target_). {group_form(path, node)}{in_file}"
+        )
 
 
 def missing_message(path: str, cfg: Mapping[str, Any]) -> str:
@@ -208,7 +212,9 @@ def _mismatch(path: str, value: Any, parameter: Parameter) -> str:
     if options := literals(parameter.hint):
         near = nearest(value, map(str, options)) if isinstance(value, str) else ""
         return f"{path}={_shown(value)} must be one of {', '.join(map(str, options))}.{near}"
-    return f"{path}={_shown(value)} is of type {type(value).__name__}, but {wanted} is wanted there."
+    is_item = not isinstance(value, list) and fits([value], parameter.hint)
+    form = f" Write: {quoted_form(f'{path}=[{value}]')}" if is_item else ""
+    return f"{path}={_shown(value)} is of type {type(value).__name__}, but {wanted} is wanted there.{form}"
 
 
 def _shown(value: Any) -> str:

@@ -216,11 +216,15 @@ def _composition(error: HydraException) -> str:
     text, cause = str(error), error.__cause__ or error.__context__
     if choose := re.search(r"^(?:In '.*':\s)?You must specify '([^']+)'.*?\nAvailable options:(.*)", text, re.DOTALL):
         options = ", ".join(f"{choose[1]}={option}" for option in choose[2].split() if not option.startswith("_"))
-        return f"{choose[1]} is not chosen. Choose one: {options}."
-    unknown = re.match(r"Could not override '([^']+)'", text)
+        in_file = f"The defaults of an experiment's file choose it by - override /{choose[1]}: <name>."
+        return f"{choose[1]} is not chosen. Choose one: {options}. {in_file}"
+    unknown = re.match(r"(?:In '.*': )?Could not override '([^']+)'", text)
     no_group = re.search(r"config group '([^']+)' does not exist", text)
     if no_group := unknown if "No match in the defaults list" in text else no_group:
-        near = did_you_mean(no_group[1].partition("@")[0], groups())
+        group, _, path = no_group[1].partition("@")
+        if no_group[1] in NESTED.values():
+            return f"{group}= chooses {path}, which the chosen {path.partition('.')[0]} does not have."
+        near = did_you_mean(group, groups())
         return f"{no_group[1]} is not a group of this configuration.{near}"
     if unknown:
         return unknown_key(unknown[1], cause)
@@ -246,7 +250,9 @@ def _value(error: OmegaConfBaseException, override: str = "") -> str:
     message = str(error).splitlines()[0].rstrip(".")
     parent = error.parent_node
     if message.startswith("Key ") and isinstance(parent, DictConfig):
-        return f"{key} is unknown.{did_you_mean(str(error.key), map(str, parent), key.removesuffix(str(error.key)))}"
+        if "." in str(error.key):
+            return f"{key} is one key in YAML, dot and all. Write one level to a line, the inner ones indented."
+        return unknown_key(key, error)
     if message.startswith("Interpolation"):
         return f"{key} refers to a key that is not there: {message}."
     if enum := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", message):
@@ -255,6 +261,15 @@ def _value(error: OmegaConfBaseException, override: str = "") -> str:
         return f"{key}={enum[1]} must be one of {enum[2]}.{hint}"
     if number := re.fullmatch(r"Value '(.*)' of type '.*' could not be converted to Integer", message):
         return whole_number(key, given or number[1])
+    return _wrong_kind(key, given, message, error)
+
+
+def _wrong_kind(key: str, given: str, message: str, error: OmegaConfBaseException) -> str:
+    if "is not Optional" in message:
+        return f"{key} must not be null or empty."
+    if "is not a subclass of" in message and isinstance(error.parent_node, DictConfig):
+        below = ", ".join(f"{key}.{name}" for name in error.parent_node[error.key])
+        return f"{key}={given} sets a value where there are keys: {below}."
     if "is not a ListConfig" in message and given:
         return f"{key}={given} must be a list. Write: {quoted_form(f'{key}=[{given}]')}"
     return f"{key}{f'={given}' if given else ''} has a wrong value: {message}."
@@ -293,6 +308,9 @@ def unknown_key(path: str, cause: BaseException | None) -> str:
         if node in groups() and len(known) < FEW:
             near = near or beside
         elsewhere = f" Did you mean {' or '.join(same[:3])}?" if same else ""
+        root_key, _, below = path.partition(".")
+        if owners := options_with(root_key, below):
+            elsewhere = f" It is a key of {' and '.join(f'{root_key}={option}' for option in owners)}."
         anywhere = did_you_mean(path.partition(".")[0], sorted({*known, *groups()}))
         beside = other_name(name, plain) or near or elsewhere or beside or anywhere
     return f"{path} is unknown.{beside}"

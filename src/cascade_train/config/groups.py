@@ -115,9 +115,11 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a sentence that names the nearest known name; empty where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {prefix}{near[0]}?" if near else ""
+    """Return a sentence that names the nearest known name, in any case; empty where none is near."""
+    names, wanted = {str(other).lower(): str(other) for other in known}, name.lower()
+    beginnings = sorted((other for other in names if len(other) > 3 and wanted.startswith(other)), key=len)
+    near = beginnings[-1:] or difflib.get_close_matches(wanted, names, n=1)
+    return f" Did you mean {prefix}{names[near[0]]}?" if near else ""
 
 
 def group_form(path: str, value: Any) -> str:

@@ -31,6 +31,8 @@ def refusal(override: str) -> str:
     for parts in (override.replace(", ", " ").split(), re.split(r",(?=[\w.@]+=)", override)):
         if len(parts) > 1 and all(_is_one_override(part) for part in parts):
             return f"{override!r} holds {len(parts)} overrides. Separate them by spaces: {shlex.join(parts)}."
+    if parses(bare := override.rstrip(",;")):
+        return f"{override!r} ends with a separator. Write: {shlex.quote(bare)}"
     form = quoted_form(override)
     if form is not None:
         return (

@@ -232,7 +232,10 @@ def _check_run(root: Root) -> None:
         )
     begins = not is_run(Path(root.run.dir))  # one that goes on may have outlived the checkpoint that it began from
     if begins and root.run.resume not in {"auto", "never"} and not Path(root.run.resume).exists():
-        raise ConfigError(f"run.resume={root.run.resume} must be auto, never, or the path of a checkpoint that exists.")
+        raise ConfigError(
+            f"run.resume={root.run.resume} must be auto, never, or the path of a checkpoint that exists. "
+            "auto continues from the newest."
+        )
     metric = root.checkpoint.best_metric or ""
     is_validated = root.validate.every_steps is not None or root.validate.every_epochs is not None
     if metric.startswith(("validate/", "validate_ema/")) and not is_validated:

@@ -6,6 +6,7 @@ import abc
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,6 +89,10 @@ class PictureFolder(FileSource):
         if not found:
             raise ConfigError(self._empty_text(others))
         found = self.usable(found, others)
+        named = {file.name.rpartition("/")[0] or self._root.resolve().name for file in found if file.factor == 1.0}
+        if of_kohya := sorted(name for name in named if re.match(r"\d+_", name.rpartition("/")[2])):
+            text = "%s: the number and words in names such as %s are not read: write the number into its %s"
+            _log.warning(text, self.path, of_kohya[0], MULTIPLY)
         if others:
             _log.warning("%s: passed over what belongs to no picture that is read: %s", self.path, counted(others))
         table = np.zeros(len(found), dtype=FOLDER_FIELDS)

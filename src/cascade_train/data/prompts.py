@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, takewhile
@@ -18,6 +19,8 @@ COLUMNS = ("caption", "prompt", "text")
 """Names of the column that is read where none is named, in this order, in any case."""
 
 PARQUET, TEXT = ".parquet", ".txt"
+
+NAMED_FILE = re.compile(r"[^@\s]\S*\.(txt|csv|tsv|jsonl|ndjson|parquet)(:\w+)?", re.IGNORECASE)
 
 Row = tuple[Callable[[], str], Mapping[str, Any]]  # its place as text, and its values by column
 
@@ -39,6 +42,8 @@ def read_prompts(given: Any, *, key: str = "prompts") -> list[str]:
 
 
 def _prompts_of(text: str, key: str) -> list[str]:
+    if NAMED_FILE.fullmatch(text):
+        raise ConfigError(f"{key}={text} is the name of a file. Its prompts are read by {key}={FILE}{text}")
     if not text.startswith(FILE):
         return [text]
     if text.startswith(2 * FILE):

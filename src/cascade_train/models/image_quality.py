@@ -245,6 +245,8 @@ class ClipScore:
         try:
             model: Any = CLIPModel.from_pretrained(weights, dtype=torch.float32, local_files_only=True)
             self._processor: Any = CLIPProcessor.from_pretrained(weights, local_files_only=True)
+            if len(self._processor.tokenizer) != model.config.text_config.vocab_size:  # made up where its files lack
+                raise ValueError("its tokenizer has not the vocabulary of its text tower")
         except (OSError, ValueError) as error:
             reason = (str(error).splitlines() or [""])[0]
             raise ConfigError(

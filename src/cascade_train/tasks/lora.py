@@ -35,7 +35,7 @@ from cascade_train.models.lora import (
 )
 from cascade_train.models.stage import Stage, below
 from cascade_train.models.text_encoder import TextEncoder
-from cascade_train.models.tokens import put_tokens, train_tokens, trained_tokens
+from cascade_train.models.tokens import is_new, put_tokens, train_tokens, trained_tokens
 from cascade_train.options import File, Positive, check_found, check_least, check_pattern
 from cascade_train.tasks.base import Export
 from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage
@@ -107,6 +107,7 @@ class LoRA(TextToImage):
         if self.preserve is not None and not all(len(pair) == 2 and pair[0] for pair in self.preserve or [[]]):
             raise ValueError(f"preserve={self.preserve}: give pairs of words, such as [[fernando, dog]], or null")
         self._preserved = 0  # samples whose captions had the words
+        self._unread = {str(name) for name, *_ in self.train_tokens or () if is_new(str(name))}  # in no caption so far
         self._spec: LoraSpec
         self._encoders: dict[str, TextEncoder]
         self._named: frozenset[str] = frozenset({"text_encoder"})
@@ -169,10 +170,10 @@ class LoRA(TextToImage):
 
     def prepare_batch(self, batch: Batch) -> PreparedBatch:
         """See `TextToImage`; the captions with other words too, where these are preserved."""
-        prepared = super().prepare_batch(batch)
+        prepared, captions = super().prepare_batch(batch), list(batch.captions)
+        self._unread -= {token for token in self._unread if any(token in caption for caption in captions)}
         if self.preserve is None:
             return prepared
-        captions = list(batch.captions)
         for words, others in self.preserve:
             captions = [caption.replace(words, others) for caption in captions]
         self._preserved += sum(one != other for one, other in zip(captions, batch.captions, strict=True))
@@ -199,13 +200,13 @@ class LoRA(TextToImage):
         return {"loss_preserve": self.preserve_weight * loss_B * differs_B}
 
     def notices(self, *, last: bool = False) -> list[str]:
-        """See `TextToImage`; and whether the words that are preserved were in any caption."""
-        unused = last and self.preserve is not None and not self._preserved
-        words = ", ".join(pair[0] for pair in self.preserve or ())
-        return [
-            *super().notices(last=last),
-            *([f"no caption had the words of task.preserve: {words}"] if unused else []),
-        ]
+        """See `TextToImage`; at last, also the new tokens and preserved words that no caption had."""
+        texts = super().notices(last=last)
+        preserved = [] if self._preserved else [pair[0] for pair in self.preserve or ()]
+        for key, words in (("task.preserve", preserved), ("task.train_tokens", sorted(self._unread))):
+            if last and words:
+                texts.append(f"no caption that rank 0 read has the words of {key}: {', '.join(words)}")
+        return texts
 
     def trained_towers(self) -> dict[str, TextEncoder]:
         """Return the text encoders in which something trains, by name."""

@@ -186,6 +186,19 @@ def test_multiply_files_say_how_often_the_pictures_of_their_own_folder_come(tmp_
     assert names(folder(tmp_path))[:34] != names(folder(tmp_path))[-34:]
 
 
+def test_folders_named_with_repeats_are_reported_where_no_file_has_the_number(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("10_sks dog", "2024"):
+        write(tmp_path / name / "a.png")
+    names(folder(tmp_path))
+    assert "names such as 10_sks dog are not read: write the number into its multiply.txt" in caplog.text
+    caplog.clear()
+    write(tmp_path / "10_sks dog/multiply.txt", "10")
+    names(folder(tmp_path))
+    assert "multiply.txt" not in caplog.text
+
+
 @pytest.mark.parametrize("text", ["two", "-1", "nan", "inf", ""])
 def test_a_multiply_file_must_hold_a_number(tmp_path: Path, text: str) -> None:
     write(tmp_path / "a.png")

@@ -86,6 +86,7 @@ def test_what_is_no_picture_is_refused(tmp_path: Path) -> None:
         ({"image": ["a.png", "b.png"]}, "2 images for 3 prompts; give one, or one for each"),
         ({"start_strength": 0.5}, "start_strength=0.5 must be above 0, at most 1, and is for start_image"),
         ({"start_image": "a.png", "start_strength": 0.0}, "start_strength=0.0 must be above 0"),
+        ({"start_image": "none.png"}, "start_image=none.png: there is no such file"),
         ({"decoder_steps": 3}, "decoder_steps=3 is for decoder"),
         ({"decoder": "b", "decoder_steps": 0}, "decoder_steps=0 must be 1 or more"),
         ({"decoder": "b", "decoder_guidance_scale": -1.0}, "decoder_guidance_scale=-1.0 must be 0 or more"),

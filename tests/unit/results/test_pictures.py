@@ -54,6 +54,8 @@ def test_what_the_run_held_out_is_taken_where_nothing_is_named() -> None:
     assert 1 <= len(found) < 15
     with pytest.raises(ConfigError, match="real=null: held out no pictures .validate.share.. Name a folder, a table"):
         open_originals(checked(*data), [])
+    with pytest.raises(ConfigError, match="real=nowhere: data.path=nowhere is not a folder"):
+        open_originals(checked(*data), ["nowhere"])
 
 
 def test_a_damaged_picture_is_named(folder: Path, tmp_path: Path) -> None:

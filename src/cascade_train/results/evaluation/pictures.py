@@ -142,7 +142,9 @@ def _held_out(cfg: DictConfig) -> Rows:
 
 
 def _source(real: list[str], *, image_size: int) -> Source:
-    kind = "folder" if Path(real[0]).expanduser().is_dir() else KINDS.get(Path(real[0]).suffix.lower(), "webdataset")
+    suffix = Path(real[0]).suffix.lower()
+    is_folder = Path(real[0]).expanduser().is_dir() or not (suffix or "://" in real[0])
+    kind = "folder" if is_folder else KINDS.get(suffix, "webdataset")
     place = "urls" if kind == "webdataset" else "path"
     cfg = composed(["model=c_tiny", "task=finetune", "run.name=real", f"data={kind}", f"data.{place}=here"])
     named = real if len(real) > 1 or kind == "webdataset" else real[0]

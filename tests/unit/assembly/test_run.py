@@ -1,0 +1,32 @@
+"""What a run says at its start."""
+
+import pytest
+from hydra.core.hydra_config import HydraConfig
+
+from cascade_train.assembly.run import doubts
+from cascade_train.config.launch import compose_root, replaced
+from tests.unit.config.composing import checked
+
+TINY = ("model=c_tiny", "task=lora")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "max_steps", "text"),
+    [
+        ((), 3, ""),
+        (("lr_scheduler.warmup_steps=3",), 4, ""),
+        (("lr_scheduler.warmup_steps=3",), 3, "lr_scheduler.warmup_steps=3: the run ends before"),
+        (("tracker.project=mine",), 3, "tracker.project=mine has no effect with tracker=none"),
+    ],
+)
+def test_settings_without_effect_are_reported(overrides: tuple[str, ...], max_steps: int, text: str) -> None:
+    found = " ".join(doubts(checked(*TINY, "data=shapes", *overrides), max_steps))
+    assert found.startswith(text)
+    assert bool(found) is bool(text)
+
+
+@pytest.mark.parametrize(("more", "count"), [([], 1), (["data=shapes"], 0), (["experiment=tiny_c"], 0)])
+def test_a_run_without_chosen_data_says_what_it_trains_on(more: list[str], count: int) -> None:
+    with replaced(HydraConfig.instance(), "cfg", HydraConfig.instance().cfg):
+        found = doubts(compose_root([*TINY, *more]), 100)
+    assert found == ["No data is chosen: training on data=shapes. Your own: data.path=…"] * count
