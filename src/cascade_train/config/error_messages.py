@@ -173,7 +173,8 @@ def paragraph_of(error: Exception) -> str | None:
         case RuntimeError() if LOST_PEER.search(str(error)):
             return "The connection to another rank was lost: that rank ended first, or hangs; its own message says why."
         case OSError() if error.errno in NO_ROOM:
-            return f"{unwritten(Path(error.filename or '.'), error)}. Free space there, or give another folder."
+            what = unwritten(Path(error.filename), error) if error.filename else f"A file could not be written: {error}"
+            return f"{what}. Free space there, or give another folder."
         case OSError() if error.errno in (errno.EROFS, errno.EACCES) and error.filename:
             return f"{error.filename}: {error.strerror}. Choose another folder, or change its permissions."
         case BrokenPipeError():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -175,6 +175,21 @@ def first_row(parameter: nn.Parameter) -> int:
         return 0
     mesh, rows = parameter.device_mesh, parameter.shape[0]
     return min(rows, mesh.get_local_rank(mesh.ndim - 1) * -(-rows // mesh.size(-1)))
+
+
+def sharded_of(parameters: Iterable[nn.Parameter]) -> list[DTensor]:
+    """Return the parameters of which this rank holds a shard."""
+    return [each for each in parameters if isinstance(each, DTensor)]
+
+
+def trial_weight(sharded: Sequence[DTensor]) -> nn.Parameter:
+    """Return a matrix with a gradient of zeros, sharded as the smallest of `sharded` is. Collective."""
+    mesh = sharded[0].device_mesh
+    values = torch.ones(min(2 * mesh.size(-1), *map(len, sharded)), 2, device=mesh.device_type)
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    weight = nn.Parameter(distribute_tensor(values, mesh, placements))
+    weight.grad = torch.zeros_like(weight)
+    return weight
 
 
 def offload_policy(enabled: bool, device: torch.device) -> OffloadPolicy:

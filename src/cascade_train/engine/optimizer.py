@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from torch.optim import Optimizer
 from cascade_train.engine.algorithms.stochastic_rounding import StochasticRounding
 from cascade_train.errors import ConfigError
 from cascade_train.options import check_found, check_pattern, is_found
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 NO_DECAY_SUFFIXES = (".gamma", ".beta", ".lora_magnitude_vector.weight")
 """Parameters with two or more dimensions that are scales or shifts (the response norm's)."""
@@ -141,12 +138,10 @@ class OptimizerSpec:
         rounded stochastically. A ConfigError where the algorithm refuses these parameters, or needs whole weights and
         they are sharded.
         """
-        from torch.distributed.tensor import DTensor  # these take a second
-
-        from cascade_train.distributed.parallelize import shard_of
+        from cascade_train.distributed import parallelize  # takes a second
 
         whole = parameters
-        parameters = {name: shard_of(p) if self._by_element(name, p) else p for name, p in whole.items()}
+        parameters = {name: parallelize.shard_of(p) if self._by_element(name, p) else p for name, p in whole.items()}
         decayed = {name: p for name, p in parameters.items() if self.decay_all or decays(name, p)}
         kept = {name: p for name, p in parameters.items() if name not in decayed}
         roots = {name: next((root for root in lrs if name.startswith(f"{root}.")), None) for name in parameters}
@@ -173,12 +168,15 @@ class OptimizerSpec:
                 "has no effect. Set that to null, or choose another algorithm, such as torch.optim.AdamW"
             )
         if any(p.dtype == torch.bfloat16 for p in parameters.values()):
-            optimizer = self._rounding(optimizer, whole, parameters, seed)
-        mesh = next((p.device_mesh for p in parameters.values() if isinstance(p, DTensor)), None)
-        if mesh is None or self._works_on(mesh, min(len(p) for p in parameters.values() if isinstance(p, DTensor))):
+            starts = {name: parallelize.first_row(p) * math.prod(p.shape[1:]) for name, p in whole.items()}
+            places = {p: (name, starts[name]) for name, p in parameters.items()}
+            optimizer = self._rounding(optimizer, whole, places, seed)
+        sharded = parallelize.sharded_of(parameters.values())
+        if not sharded or self._works_on(parallelize.trial_weight(sharded)):
             return optimizer
-        state, remedy = f"sharded over {mesh.size(-1)} ranks", "parallel=ddp, where they fit a device"
-        if mesh.size(-1) == 1:
+        ranks = sharded[0].device_mesh.size(-1)
+        state, remedy = f"sharded over {ranks} ranks", "parallel=ddp, where they fit a device"
+        if ranks == 1:
             state, remedy = "offloaded", "parallel.cpu_offload=false"
         raise ConfigError(
             f"optimizer.algorithm={name} cannot train these weights: it needs each of them whole, and here they are "
@@ -186,17 +184,18 @@ class OptimizerSpec:
         )
 
     def _rounding(
-        self, optimizer: Optimizer, whole: Mapping[str, nn.Parameter], parameters: Mapping[str, nn.Parameter], seed: int
+        self,
+        optimizer: Optimizer,
+        whole: Mapping[str, nn.Parameter],
+        places: Mapping[nn.Parameter, tuple[str, int]],
+        seed: int,
     ) -> Optimizer:
         """Return the algorithm with stochastic rounding; a ConfigError where it does not treat weights one by one."""
-        from cascade_train.distributed.parallelize import first_row
-
         if not self.rounds(whole):
             raise ConfigError(
                 f"train.master_weights=bf16: {self.made.__name__} needs fp32 masters. Set train.master_weights=fp32, "
                 "or another optimizer: adamw, adamw_8bit, adafactor or lion."
             )
-        places = {p: (name, first_row(whole[name]) * math.prod(p.shape[1:])) for name, p in parameters.items()}
         return StochasticRounding(optimizer, places, seed=seed)
 
     def bytes_per_parameter(self, device: torch.device) -> float:
@@ -226,16 +225,10 @@ class OptimizerSpec:
     def _list(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
         return list(parameters.items() if getattr(self.made, "takes_names", False) else parameters.values())
 
-    def _works_on(self, mesh: DeviceMesh, rows: int) -> bool:
-        """Return whether the algorithm steps a sharded matrix with this many rows, tried where that is unknown."""
+    def _works_on(self, weight: nn.Parameter) -> bool:
+        """Return whether the algorithm steps a sharded matrix, tried where that is unknown."""
         if getattr(self.made, "needs_whole", False):
             return False
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-        placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-        values = torch.ones(min(rows, 2 * mesh.size(-1)), 2, device=mesh.device_type)
-        weight = nn.Parameter(distribute_tensor(values, mesh, placements))
-        weight.grad = torch.zeros_like(weight)
         try:
             self.algorithm([{"params": self._list({"weight": weight})}], lr=self.lr).step()
         except RuntimeError:

@@ -233,8 +233,6 @@ def _new_client(connections: int) -> Any:
 
 
 def _read_once(client: Any, item: StoredObject, start: int, size: int) -> bytes:
-    from botocore.exceptions import IncompleteReadError
-
     bucket, key = _parse_url(item.url)
     stop = start + size - 1
     answer = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{stop}")
@@ -253,7 +251,7 @@ def _read_once(client: Any, item: StoredObject, start: int, size: int) -> bytes:
             )
         content = bytes(body.read())
     if len(content) != size:
-        raise IncompleteReadError(actual_bytes=len(content), expected_bytes=size)
+        raise ConnectionError(f"{len(content)} of {size} bytes came")
     return content
 
 
@@ -264,7 +262,7 @@ def _ask(ask: Callable[[], T], verb: str, url: str) -> T:
     """
     from botocore import exceptions
 
-    passing = (exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError)
+    passing = (exceptions.HTTPClientError, exceptions.ConnectionError, ConnectionError)
     longest_wait = _FIRST_WAIT_SECONDS
     for attempt in range(1, ATTEMPTS + 1):
         try:
