@@ -27,10 +27,10 @@ setup:  ## make .venv with everything in it (about a minute where packages are c
 	@test -n "$(PYTHON)" || { echo "setup: no Python 3.11 or newer found; install one, or make setup PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) scripts/setup_venv.py
 
-test: setup  ## set up and run all tests that take at most five seconds each
+test: setup  ## set up and run the quick tests, of at most five seconds each
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
 
-slow: setup  ## set up and run the tests that take longer: several processes, SLURM, images, every documented command
+slow: setup  ## set up and run the other tests: whole runs, several processes, SLURM, images, every documented command
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow $(PYTEST_ARGS)
 
 recipes: setup  ## set up and run every published recipe and network at its full size; the others try one of each kind

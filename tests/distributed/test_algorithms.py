@@ -9,7 +9,7 @@ from tests.distributed.algorithm_hooks import ROUNDED, new, rounded
 from tests.distributed.test_modes import fork
 from tests.unit.engine.algorithms import NEED_WHOLE, OPTIONS, train
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

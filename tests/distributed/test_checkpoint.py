@@ -10,7 +10,7 @@ from cascade_train.engine.checkpoint.folder import find_fault, read_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from tests.distributed.test_modes import fork
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def plain(fill):

@@ -8,7 +8,7 @@ from bench.soak_ranks import SMALL_NETWORK
 from tests.distributed.test_modes import fork, said
 from tests.integration.runs import torchrun
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 COMMON = (*SMALL_NETWORK, "task=finetune", "train.global_batch_size=4", "train.max_steps=4", "checkpoint.every_steps=2")
 ENDS = {

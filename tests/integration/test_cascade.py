@@ -152,15 +152,15 @@ def test_stage_b_alone_reconstructs_a_picture(decoder: Path, picture: str, tmp_p
     [
         ({"decoder": "{b}", "height": 100}, "height=100: must be a multiple of 8 pixels.*e.g. 96 or 104"),
         ({"decoder": "{b}", "width": 8}, "width=8: .*and at least 16; e.g. 16 or 24"),
-        ({"source": "{b}", "image": "x.png", "width": 40}, "width=40: must be a multiple of 32 pixels"),
+        ({"source": "{b}", "image": "{picture}", "width": 40}, "width=40: must be a multiple of 32 pixels"),
         ({"decoder": "{c}"}, "decoder=.*/c: is stage_c; after Stage C comes a Stage B"),
         ({"source": "{b}", "decoder": "{b}"}, "decoder=.*/b: comes after Stage C, and from=.*/b is stage_b"),
         ({"source": "{b}", "compression": 32.0}, "compression: comes after Stage C"),
         ({"codec": "a"}, "codec=a: Stage A under a Stage B, and from=.*/c is no Stage B"),
         ({"decoder": "/nowhere"}, "decoder=/nowhere: no such folder"),
         ({"decoder": "{c}/export/prior/tokenizer"}, "no weights in this folder"),
-        ({"source": "{b}", "variation": "x.png"}, "variation=x.png: from=.*/b has no image encoder"),
-        ({"start_image": "none.png"}, "start_image=none.png: no picture that can be read"),
+        ({"source": "{b}", "variation": "{picture}"}, "variation=.*: from=.*/b has no image encoder"),
+        ({"start_image": __file__}, "start_image=.*: no picture that can be read"),
         ({"source": "{b}", "start_image": "{picture}"}, "stage_b reconstructs images and cannot paint from prompts"),
     ],
 )

@@ -6,6 +6,8 @@ import torch
 from bench.soak_ranks import SMALL_NETWORK
 from tests.integration.runs import exported_weights, read_metrics, torchrun, train
 
+pytestmark = pytest.mark.slow
+
 FINETUNE = (*SMALL_NETWORK, "task=finetune")
 
 

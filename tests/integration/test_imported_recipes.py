@@ -12,6 +12,8 @@ from cascade_train.__main__ import launch
 from tests.unit.data import tars
 from tests.unit.data.test_folder import write
 
+pytestmark = pytest.mark.slow
+
 KOHYA: dict[str, Any] = {
     "network_module": "networks.lora", "network_dim": 2, "unet_lr": 1e-4, "train_data_dir": "data", "resolution": 96,
     "max_train_steps": 2, "train_batch_size": 2, "gradient_accumulation_steps": 2, "min_snr_gamma": 5,

@@ -15,6 +15,8 @@ from cascade_train.errors import ConfigError
 from cascade_train.files.run_folder import exported_step
 from tests.integration.runs import NARROW, exported_weights, train
 
+pytestmark = pytest.mark.slow
+
 KEEPING = (
     *("ema.post_hoc=[0.05,0.1]", "train.max_steps=6", "checkpoint.every_steps=1", "checkpoint.keep_last=1"),
     *("checkpoint.keep_every_steps=2", "checkpoint.keep_optimizer=false", "optimizer.lr=3e-3"),
@@ -39,7 +41,6 @@ def exported(run, out, **options):
     return out
 
 
-@pytest.mark.slow
 def test_a_length_that_is_kept_is_exported_as_it_was_at_a_step(finetuned, tmp_path):
     for step in (4, None):
         weights = exported_weights(exported(finetuned, tmp_path, step=step, average=0.1))
@@ -48,7 +49,6 @@ def test_a_length_that_is_kept_is_exported_as_it_was_at_a_step(finetuned, tmp_pa
         assert len(weights) > 20
 
 
-@pytest.mark.slow
 def test_a_length_in_between_is_exported_and_paints(finetuned, tmp_path, capsys):
     weights = exported_weights(exported(finetuned, tmp_path, average=0.07))
     for average in (exported_weights(finetuned), exported_weights(exported(finetuned, tmp_path / "a", average=0.05))):

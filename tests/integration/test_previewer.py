@@ -19,6 +19,8 @@ from cascade_train.models.formats.weights_source import find_weight_files
 from tests.distributed.test_modes import NARROW
 from tests.integration.runs import SMALL, read_metrics, train
 
+pytestmark = pytest.mark.slow
+
 ORIGINAL = "model.previewer._target_=cascade_train.models.cascade.previewer.ConvolutionPreviewer"
 SCRATCH = "model.previewer.weights=null"
 PREVIEW = (

@@ -14,6 +14,8 @@ from cascade_train.__main__ import launch
 from tests.integration.runs import NARROW, SMALL, read_metrics, train
 from tests.unit.data import tars
 
+pytestmark = pytest.mark.slow
+
 NORMAL = 44
 
 
@@ -194,7 +196,6 @@ def test_a_batch_of_more_than_all_samples_is_refused_and_a_run_that_has_one_goes
     assert len(read_metrics(train(tmp_path / "run", *few, "train.global_batch_size=16", "train.max_steps=2"))) == 2
 
 
-@pytest.mark.slow
 def test_runs_and_caches_of_before_metadata_was_read_go_on_with_the_key_that_a_refusal_names(tmp_path, capfd):
     root = tmp_path / "set"
     for number in range(12):

@@ -15,6 +15,8 @@ from cascade_train.__main__ import launch
 from tests.integration.runs import SMALL
 from tests.unit.data import tars
 
+pytestmark = pytest.mark.slow
+
 HEADER, PASSWORD, SIGNATURE = "a1b2c3d4e5f6a7b8c9", "hunter2hunter2", "0815cafe0815cafe"
 VARIABLE = "correct-horse-battery-0"
 SECRETS = (HEADER, PASSWORD, SIGNATURE, VARIABLE)

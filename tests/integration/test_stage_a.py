@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from tests.integration.runs import read_metrics, train
 
+pytestmark = pytest.mark.slow
+
 NARROW = ("weights=null", "embed_dim=16", "bottleneck_blocks=1", "num_vq_embeddings=32")
 STAGE_A = (
     *("model=a_tiny", "task=reconstruction", "model.image_size=32"),

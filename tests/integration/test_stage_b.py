@@ -17,6 +17,8 @@ from cascade_train.commands.merge import MergeArgs, merge
 from cascade_train.config.saved import load_saved_config
 from tests.integration.runs import read_metrics, train
 
+pytestmark = pytest.mark.slow
+
 STAGE_B = ("model=b_tiny", "task=reconstruction", "train.global_batch_size=4")
 WEIGHTS = Path("export", "decoder", "decoder", "diffusion_pytorch_model.safetensors")
 
@@ -67,7 +69,6 @@ def decibels(left: Path, right: Path) -> float:
     return float(-10 * np.log10(np.square(first - second).mean()))
 
 
-@pytest.mark.slow
 def test_by_default_samples_show_the_picture_in_training_and_in_generate(tmp_path: Path) -> None:
     validated = ("validate.every_steps=1", "validate.share=0.05", "validate.samples=4", "validate.reconstructions=8")
     short = ("train.max_steps=1", "optimizer.lr=1e-9", "sample.steps=10")

@@ -20,6 +20,8 @@ from tests.integration.runs import NARROW, SMALL, exported_weights, read_metrics
 from tests.style.test_import_walls import may_import
 from tests.unit.engine.run.report_page import Page, write_lines
 
+pytestmark = pytest.mark.slow
+
 EVERYTHING = (
     *NARROW,
     "task=finetune",
@@ -61,7 +63,6 @@ def test_few_frames_lie_between_the_command_and_the_update(tmp_path, monkeypatch
     assert len(found) <= 10
 
 
-@pytest.mark.slow
 def test_an_exported_lora_climbs_twice_at_most(tmp_path, monkeypatch):
     """A climb is a call into a room that the caller's may not import: what a lower room was handed to call."""
     write, climbs = run.write_exports, list[tuple[str, str]]()

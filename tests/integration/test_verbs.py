@@ -19,6 +19,8 @@ from cascade_train.commands.merge import MergeArgs, merge
 from cascade_train.errors import ConfigError, RunError
 from tests.integration.runs import exported_weights, train
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["a large red circle", "a small blue square"]
 
 
@@ -139,12 +141,19 @@ def test_the_export_of_a_checkpoint_is_that_of_a_run_which_ended_there(unfinishe
     assert export(ExportArgs(source=str(ended), out=str(out))) == 0, "an export replaces an export"
 
 
-@pytest.mark.parametrize("name", ["prior", "README.md", "config.yaml"])
+@pytest.mark.parametrize("name", ["prior", "README.md", "samples.png", "config.yaml"])
 def test_an_export_replaces_nothing_else(unfinished: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(ConfigError, match=rf"out=.* has {name}, which would be replaced\. Give another folder\."):
         export(ExportArgs(source=str(unfinished), out=str(tmp_path)))
     assert [path.name for path in tmp_path.rglob("*")] == [name]
+
+
+def test_a_card_replaces_no_readme(lora: Path, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(ConfigError, match=r"out=.* has README.md, which would be replaced"):
+        export(ExportArgs(source=str(lora / "export" / "lora"), out=str(tmp_path), format="kohya"))
+    assert (tmp_path / "README.md").read_text() == "mine"
 
 
 def test_an_unfinished_run_paints_once_it_is_exported(
@@ -194,7 +203,6 @@ def test_a_run_is_exported_in_every_format(lora: Path, tmp_path: Path, capsys: p
         }
 
 
-@pytest.mark.slow
 def test_conversions_of_another_step_do_not_stay_in_the_export(tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = (

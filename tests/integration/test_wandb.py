@@ -14,6 +14,8 @@ from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from tests.integration.runs import SMALL, train
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("wandb", reason="needs cascade-train[wandb]")
 
 OFFLINE = (

@@ -95,6 +95,7 @@ def at_once(rows: list[list[str]]) -> list[list[list[str]]]:
     return [together, *alone]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if table_overrides(page)], ids=name_of)
 def test_overrides_in_tables_compose(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

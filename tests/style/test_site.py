@@ -17,6 +17,7 @@ import pytest
 from tests.style.source import ROOT
 
 pytest.importorskip("mkdocs", reason="the site needs the extra docs: make setup")
+pytestmark = pytest.mark.slow
 
 LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src")}
 """What a browser fetches by itself when it opens a page."""
@@ -81,7 +82,6 @@ def internal(page: Path, links: list[str]) -> Iterator[tuple[str, Path, str]]:
         yield link, (page.parent / unquote(target)).resolve() if target else page, unquote(anchor)
 
 
-@pytest.mark.slow
 def test_every_page_of_the_documentation_is_on_the_site(site: Path) -> None:
     pages = [path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")]
     assert len(pages) > 25

@@ -58,7 +58,7 @@ class ExportArgs(WeightsArgs):
                 f"dtype={self.dtype}: is for what format= names. Add format=original for a network's weights; adapters"
                 " are written in fp32."
             )
-        if self.out is not None and Path(self.out).suffix == ".safetensors":
+        if self.out is not None and Path(self.out).suffix.lower() == ".safetensors":
             raise ConfigError(f"out={self.out} names a folder, whose files are named after their formats.")
         if self.push is not None and (parse_source(self.push) or HubSource("", None, "-")).repo != self.push:
             raise ConfigError(f"push={self.push} is no repository of the hub. Write it user/name.")
@@ -82,6 +82,19 @@ class ExportArgs(WeightsArgs):
         return listed(self.format)
 
 
+def _is_run_to_export(args: ExportArgs, source: Path) -> bool:
+    """Return whether `source` is a run with checkpoints; a ConfigError where `args` ask what only one has."""
+    of_run = (source / CONFIG_NAME).is_file() and (source / "checkpoints").is_dir()
+    if is_run(source) and (reason := no_checkpoint_yet(source)):
+        raise ConfigError(f"from={source}: {reason}")
+    for key in ("step", "average"):
+        if getattr(args, key) is not None and not of_run:
+            raise ConfigError(f"{key}={getattr(args, key)}: is for a run with checkpoints; from={source} is none.")
+    if not (args.formats() or of_run):
+        raise ConfigError(f"from={source}: is no run with checkpoints; say what to write it as, e.g. format=original.")
+    return of_run
+
+
 def export(args: ExportArgs) -> int:
     """Write the formats asked for, read each back, print its relative error, push them if asked, and return 0.
 
@@ -90,18 +103,13 @@ def export(args: ExportArgs) -> int:
         RunError: what was written reads back differently.
     """
     source, formats, trusted = Path(args.source), args.formats(), args.allow_any_target
-    of_run = (source / CONFIG_NAME).is_file() and (source / "checkpoints").is_dir()
-    if is_run(source) and (reason := no_checkpoint_yet(source)):
-        raise ConfigError(f"from={source}: {reason}")
-    for key in ("step", "average"):
-        if getattr(args, key) is not None and not of_run:
-            raise ConfigError(f"{key}={getattr(args, key)}: is for a run with checkpoints; from={source} is none.")
-    if not (formats or of_run):
-        raise ConfigError(f"from={source}: is no run with checkpoints; say what to write it as, e.g. format=original.")
+    of_run = _is_run_to_export(args, source)
     from cascade_train.results import export as exports  # heavy: torch and everything above it
 
     out = Path(args.out) if args.out is not None else source / "export" if of_run else Path("export")
     read, written = str(out if of_run else source), list[str]()
+    if not of_run or out != source / "export":
+        exports.check_replaceable(out, of_run=of_run)
     if formats == [COMBINED]:
         stages = args.source, str(args.decoder), args.codec
         written += exports.export_combined(*stages, out, dtype=args.dtype, allow_any_target=trusted)

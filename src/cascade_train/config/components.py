@@ -27,6 +27,7 @@ from cascade_train.config.arguments import (
     needs_component,
     parameters,
 )
+from cascade_train.config.error_messages import other_name
 from cascade_train.config.groups import group_form, groups, nearest, unknown_hint
 from cascade_train.config.help import argument_doc, meaning_of
 from cascade_train.config.overrides import quoted_form
@@ -167,7 +168,7 @@ def _check_arguments(path: str, node: Mapping[str, Any]) -> None:
     given = {key: value for key, value in node.items() if key not in HYDRA_KEYS}
     for key in given:
         if key not in known and not takes_any:
-            hint = _base_hint(import_target(target), key) or unknown_hint(path, key, known)
+            hint = _base_hint(import_target(target), key) or other_name(key) or unknown_hint(path, key, known)
             raise ConfigError(f"{path}.{key} is unknown: {target} has no such argument.{hint}")
     required = [name for name, parameter in known.items() if parameter.required and name not in given]
     required = required[len(node.get("_args_", ())) :]
@@ -213,8 +214,9 @@ def _mismatch(path: str, value: Any, parameter: Parameter) -> str:
         near = nearest(value, map(str, options)) if isinstance(value, str) else ""
         return f"{path}={_shown(value)} must be one of {', '.join(map(str, options))}.{near}"
     is_item = not isinstance(value, list) and fits([value], parameter.hint)
-    form = f" Write: {quoted_form(f'{path}=[{value}]')}" if is_item else ""
-    return f"{path}={_shown(value)} is of type {type(value).__name__}, but {wanted} is wanted there.{form}"
+    form = quoted_form(f"{path}=[{value}]") if is_item else None
+    text = f"{path}={_shown(value)} is of type {type(value).__name__}, but {wanted} is wanted there."
+    return f"{text} Write: {form}" if form else text
 
 
 def _shown(value: Any) -> str:

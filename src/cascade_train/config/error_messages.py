@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
@@ -33,7 +33,7 @@ from cascade_train.config.groups import (
     unknown_hint,
 )
 from cascade_train.config.overrides import quoted_form, refusal, whole_number
-from cascade_train.config.schema import COMPONENTS
+from cascade_train.config.schema import COMPONENTS, Root
 from cascade_train.errors import (
     INTERRUPTED,
     LESS_MEMORY,
@@ -118,7 +118,8 @@ def in_our_words(error: Exception) -> Exception:
 
 
 def _is_of_runtime(error: Exception) -> bool:
-    return isinstance(error, BrokenPipeError | RuntimeError) or (isinstance(error, OSError) and error.errno in NO_ROOM)
+    is_of_disk = isinstance(error, OSError) and error.errno in (*NO_ROOM, errno.EROFS)
+    return is_of_disk or isinstance(error, BrokenPipeError | RuntimeError)
 
 
 def _report(error: Exception) -> int:
@@ -176,7 +177,8 @@ def paragraph_of(error: Exception) -> str | None:
             what = unwritten(Path(error.filename), error) if error.filename else f"A file could not be written: {error}"
             return f"{what}. Free space there, or give another folder."
         case OSError() if error.errno in (errno.EROFS, errno.EACCES) and error.filename:
-            return f"{error.filename}: {error.strerror}. Choose another folder, or change its permissions."
+            remedy = ", or change its permissions" if error.errno == errno.EACCES else ""
+            return f"{error.filename}: {error.strerror}. Choose another folder{remedy}."
         case BrokenPipeError():
             return "The output was closed."
         case ValueError():
@@ -262,17 +264,20 @@ def _value(error: OmegaConfBaseException, override: str = "") -> str:
         return f"{key}={enum[1]} must be one of {enum[2]}.{hint}"
     if number := re.fullmatch(r"Value '(.*)' of type '.*' could not be converted to Integer", message):
         return whole_number(key, given or number[1])
-    return _wrong_kind(key, given, message, error)
+    return _wrong_kind(key, given, message)
 
 
-def _wrong_kind(key: str, given: str, message: str, error: OmegaConfBaseException) -> str:
+def _wrong_kind(key: str, given: str, message: str) -> str:
     if "is not Optional" in message:
         return f"{key} must not be null or empty."
-    if "is not a subclass of" in message and isinstance(error.parent_node, DictConfig):
-        below = ", ".join(f"{key}.{name}" for name in error.parent_node[error.key])
-        return f"{key}={given} sets a value where there are keys: {below}."
-    if "is not a ListConfig" in message and given:
-        return f"{key}={given} must be a list. Write: {quoted_form(f'{key}=[{given}]')}"
+    if wanted := re.search("is not a subclass of (.*?)\\.", message):
+        nodes = get_type_hints(Root)
+        key = next((name for name, node in nodes.items() if node.__name__ == wanted[1]), key)
+        below = ", ".join(f"{key}.{name}" for name in nodes[key].__annotations__)
+        return f"{key} takes no value: there are keys below it, {below}."
+    if "is not a ListConfig" in message:
+        form = quoted_form(f"{key}=[{given}]") if given else None
+        return f"{key}{f'={given}' if given else ''} must be a list.{f' Write: {form}' if form else ''}"
     return f"{key}{f'={given}' if given else ''} has a wrong value: {message}."
 
 

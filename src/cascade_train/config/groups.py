@@ -118,7 +118,8 @@ def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Return a sentence that names the nearest known name, in any case; empty where none is near."""
     names, wanted = {str(other).lower(): str(other) for other in known}, name.lower()
     beginnings = sorted((other for other in names if len(other) > 3 and wanted.startswith(other)), key=len)
-    near = beginnings[-1:] or difflib.get_close_matches(wanted, names, n=1)
+    near = difflib.get_close_matches(wanted, names, n=1, cutoff=0.8) or beginnings[-1:]
+    near = near or difflib.get_close_matches(wanted, names, n=1)
     return f" Did you mean {prefix}{names[near[0]]}?" if near else ""
 
 

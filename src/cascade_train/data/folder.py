@@ -89,10 +89,6 @@ class PictureFolder(FileSource):
         if not found:
             raise ConfigError(self._empty_text(others))
         found = self.usable(found, others)
-        named = {file.name.rpartition("/")[0] or self._root.resolve().name for file in found if file.factor == 1.0}
-        if of_kohya := sorted(name for name in named if re.match(r"\d+_", name.rpartition("/")[2])):
-            text = "%s: the number and words in names such as %s are not read: write the number into its %s"
-            _log.warning(text, self.path, of_kohya[0], MULTIPLY)
         if others:
             _log.warning("%s: passed over what belongs to no picture that is read: %s", self.path, counted(others))
         table = np.zeros(len(found), dtype=FOLDER_FIELDS)
@@ -198,6 +194,7 @@ class Folder(PictureFolder):
 
     def usable(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
         """See `PictureFolder.usable`."""
+        self._report_repeats(found)
         found, folders = self._with_rows(found, others)
         by_name = self.caption_from == "name"
         named = [file.name for file in found if by_name or not (file.caption or caption_of(file.row))]
@@ -223,6 +220,14 @@ class Folder(PictureFolder):
             text = "%s: %d of %d pictures have no caption file (.txt, .caption), so their names are their captions: %s"
             _log.info(text, self.path, count, len(usable), first_names(named))
         return usable
+
+    def _report_repeats(self, found: Sequence[PictureFile]) -> None:
+        """Log folders below the root that are named as by kohya's scripts, `10_sks dog`, and have no `multiply.txt`."""
+        folders = sorted({file.name.rpartition("/")[0] for file in found})
+        kohyas = [each for each in folders if re.match(r"[1-9]\d?_\D", each.rpartition("/")[2])]
+        if lacking := [each for each in kohyas if not (self._root / each / MULTIPLY).is_file()]:
+            text = "%s: names of folders are not read. If that of %s says how often it comes, write it into its %s"
+            _log.warning(text, self.path, lacking[0], MULTIPLY)
 
     def _with_rows(self, found: list[PictureFile], others: list[str]) -> tuple[list[PictureFile], list[str]]:
         """Return the pictures with their rows of metadata files, and the folders of these files.

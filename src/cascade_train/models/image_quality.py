@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from cascade_train.errors import ConfigError, install_hint
 from cascade_train.models.formats.weights import check_dtypes, check_fit, copy_to, read_belonging, shapes_of
+from cascade_train.models.formats.weights_source import TOKENIZER_FILES
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of the images on which VGG-16 was trained."""
@@ -245,8 +246,8 @@ class ClipScore:
         try:
             model: Any = CLIPModel.from_pretrained(weights, dtype=torch.float32, local_files_only=True)
             self._processor: Any = CLIPProcessor.from_pretrained(weights, local_files_only=True)
-            if len(self._processor.tokenizer) != model.config.text_config.vocab_size:  # made up where its files lack
-                raise ValueError("its tokenizer has not the vocabulary of its text tower")
+            if not any((Path(weights) / name).is_file() for name in TOKENIZER_FILES[:3]):
+                raise ValueError("its tokenizer is missing")  # transformers makes one without words
         except (OSError, ValueError) as error:
             reason = (str(error).splitlines() or [""])[0]
             raise ConfigError(

@@ -53,9 +53,11 @@ CASCADE_SCHEDULER = "DDPMWuerstchenScheduler"
 """The one that diffusers' pipelines of the cascade sample with."""
 
 
-def _check_replaceable(out: Path) -> None:
-    """Raise a ConfigError where a run's export would replace what none has written; an export has its card."""
-    card, names = out / CARD, [CARD, CONFIG_NAME, *(name for family in families() for name in family.uses)]
+def check_replaceable(out: Path, *, of_run: bool) -> None:
+    """Raise a ConfigError where an export would replace what none has written; an export has its card."""
+    card, names = out / CARD, [CARD, SAMPLES]
+    if of_run:
+        names += [CONFIG_NAME, *(name for family in families() for name in family.uses)]
     if card.is_file() and b"\n- cascade_train\n" in read_regular(card):  # a tag of its front matter
         return
     if lost := [name for name in names if (out / name).exists()]:
@@ -65,8 +67,6 @@ def _check_replaceable(out: Path) -> None:
 def export_run(run: Path, out: Path, *, step: int | None, average: float | None, allow_any_target: bool) -> None:
     """Write a run's export from a checkpoint as `export_checkpoint`, and print which it was."""
     cfg = load_saved_config(run, allow_any_target=allow_any_target)
-    if out != run / EXPORT:
-        _check_replaceable(out)
     with process_group() as world:
         checkpoint = export_checkpoint(cfg, run / "checkpoints", world, step=step, average=average, out=out)
     sys.stdout.write(f"{checkpoint.name} of {run} is exported to {out}\n")

@@ -171,7 +171,8 @@ class LoRA(TextToImage):
     def prepare_batch(self, batch: Batch) -> PreparedBatch:
         """See `TextToImage`; the captions with other words too, where these are preserved."""
         prepared, captions = super().prepare_batch(batch), list(batch.captions)
-        self._unread -= {token for token in self._unread if any(token in caption for caption in captions)}
+        words = "\n".join(captions).lower()  # as the tokenizer reads them
+        self._unread = {token for token in self._unread if token.lower() not in words}
         if self.preserve is None:
             return prepared
         for words, others in self.preserve:
@@ -205,7 +206,7 @@ class LoRA(TextToImage):
         preserved = [] if self._preserved else [pair[0] for pair in self.preserve or ()]
         for key, words in (("task.preserve", preserved), ("task.train_tokens", sorted(self._unread))):
             if last and words:
-                texts.append(f"no caption that rank 0 read has the words of {key}: {', '.join(words)}")
+                texts.append(f"no caption on rank 0 since this start had the words of {key}: {', '.join(words)}")
         return texts
 
     def trained_towers(self) -> dict[str, TextEncoder]:

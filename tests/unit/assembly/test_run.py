@@ -14,8 +14,15 @@ TINY = ("model=c_tiny", "task=lora")
     ("overrides", "max_steps", "text"),
     [
         ((), 3, ""),
-        (("lr_scheduler.warmup_steps=3",), 4, ""),
-        (("lr_scheduler.warmup_steps=3",), 3, "lr_scheduler.warmup_steps=3: the run ends before"),
+        (("lr_scheduler.warmup_steps=3",), 3, ""),
+        (
+            ("lr_scheduler.warmup_steps=3", "lr_scheduler.from_zero=true"),
+            3,
+            "lr_scheduler.warmup_steps=3: the run",
+        ),
+        (("lr_scheduler.warmup_steps=4",), 3, "lr_scheduler.warmup_steps=4: the run ends before"),
+        (("optimizer=prodigy",), 3, ""),
+        (("optimizer=prodigy", "optimizer.lr=1e-4"), 3, "optimizer.lr=0.0001 is a factor on the step size"),
         (("tracker.project=mine",), 3, "tracker.project=mine has no effect with tracker=none"),
     ],
 )

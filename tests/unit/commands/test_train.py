@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 WITHOUT_TORCH = {
     "data.urls=[a.tar] data.flip_prob=2": r"data\.flip_prob=2 must lie in",
@@ -39,6 +40,7 @@ for line in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_refused_start_leaves_nothing(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "c.tar").touch()

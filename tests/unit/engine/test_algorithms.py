@@ -120,12 +120,6 @@ def test_it_trains_the_tiny_cascade(world, task):
         assert losses[-1] < losses[0], option
 
 
-def test_a_rate_meant_for_adamw_is_reported_to_whoever_chooses_prodigy(caplog):
-    for lr in (1.0, 1e-4):
-        spec("prodigy", lr=lr).build({"a": torch.nn.Parameter(torch.zeros(2))}, 1)
-        assert ("optimizer.lr=0.0001 is a factor on the step size" in caplog.text) is (lr < 1.0)
-
-
 @pytest.mark.parametrize("option", OPTIONS)
 def test_weights_decay_by_groups(world, option):
     """By what one step changes: biases, norms and scales do not know the decay."""

@@ -241,6 +241,6 @@ def test_only_a_folder_with_a_whole_clip_is_taken(clip: str, tmp_path: Path) -> 
         ClipScore("openai/clip", device=CPU, key="clip")
     with pytest.raises(ConfigError, match="clip=.*: is no whole CLIP of transformers, with weights, preprocessor"):
         ClipScore(str(tmp_path), device=CPU, key="clip")
-    shutil.copytree(clip, tmp_path / "clip", ignore=lambda *_: ["tokenizer.json"])
-    with pytest.raises(ConfigError, match="clip=.*: its tokenizer has not the vocabulary of its text tower"):
+    shutil.copytree(clip, tmp_path / "clip", ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(ConfigError, match="clip=.*: its tokenizer is missing"):
         ClipScore(str(tmp_path / "clip"), device=CPU, key="clip")

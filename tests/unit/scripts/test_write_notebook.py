@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from scripts.write_notebook import NOTEBOOK, execute
 
 
@@ -17,6 +19,7 @@ def texts(notebook: dict[str, Any]) -> list[str]:
     return [re.sub(r" +", " ", re.sub(r"\d[\d.,]*", "#", text)) for text in found]
 
 
+@pytest.mark.slow
 def test_the_cells_run_and_show_what_is_stored(tmp_path: Path):
     stored = json.loads(NOTEBOOK.read_text())
     assert texts(execute(stored, tmp_path)) == texts(stored)

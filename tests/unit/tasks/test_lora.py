@@ -274,16 +274,18 @@ def test_words_that_no_caption_has_are_reported_at_the_end() -> None:
     task = make(preserve=[["sks", "dog"]])
     assert losses(task, "a star")[1].report["loss_preserve"].eq(0).all()
     assert task.notices(last=False) == []
-    assert task.notices(last=True) == ["no caption that rank 0 read has the words of task.preserve: sks"]
+    assert task.notices(last=True) == ["no caption on rank 0 since this start had the words of task.preserve: sks"]
     losses(task, "a sks star")
     assert task.notices(last=True) == []
 
 
 def test_new_tokens_that_no_caption_has_are_reported_at_the_end() -> None:
     task = make(train_tokens=[["[new]", "^ring</w>"], ["[other]", "^ring</w>"], ["^star", None]])
-    losses(task, "a [new] star")
+    losses(task, "a [New] star")
     assert task.notices(last=False) == []
-    assert task.notices(last=True) == ["no caption that rank 0 read has the words of task.train_tokens: [other]"]
+    assert task.notices(last=True) == [
+        "no caption on rank 0 since this start had the words of task.train_tokens: [other]"
+    ]
 
 
 def test_a_cache_of_captions_cannot_be_preserved() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -17,8 +16,6 @@ except ModuleNotFoundError as error:
     raise ImportError(
         f"it needs the library pytorch_optimizer, which is not installed. {install_hint('optimizers')}"
     ) from error
-
-log = logging.getLogger(__name__)
 
 
 class Lion(pytorch_optimizer.Lion):
@@ -95,8 +92,6 @@ class Prodigy(pytorch_optimizer.Prodigy):
         safeguard_warmup: bool,
         foreach: bool,
     ) -> None:
-        if lr < 0.1:
-            log.warning("optimizer.lr=%g is a factor on the step size that Prodigy estimates, and usually 1.", lr)
         super().__init__(
             params,
             lr=lr,

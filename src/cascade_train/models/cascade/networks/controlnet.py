@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from cascade_train.errors import ConfigError
 from cascade_train.models.cascade.networks.efficientnet import build_control_features
 from cascade_train.models.initialize import ZEROS, Fill, Rule, convolution_rule, initialise, torch_rule
 
@@ -64,7 +65,7 @@ class ControlNetwork(nn.Module):
         self.eval()
 
     def forward(self, control_BCHW: Tensor) -> dict[int, Tensor]:
-        """Map maps (B, C, H, W), a ValueError if they do not fit, to (B, D, h, w) by index of controlled block."""
+        """Map maps (B, C, H, W), a ConfigError if they do not fit, to (B, D, h, w) by index of controlled block."""
         self._check(control_BCHW)
         features_BCHW = self.backbone(control_BCHW)
         pairs = zip(self.spec.blocks, self.projections, strict=True)
@@ -76,10 +77,10 @@ class ControlNetwork(nn.Module):
         if spec.bottleneck == "effnet":  # below, its features are 1 x 1, and know nothing of places
             smallest = 33 if channels == 3 else 35
         if channels != spec.channels or min(size) < smallest:
-            raise ValueError(
+            raise ConfigError(
                 f"control map of {channels} channels and {size[0]} x {size[1]} pixels: this control network takes "
                 f"{spec.channels} channels, and {smallest} x {smallest} pixels at least; use the filter that it was "
-                "trained with, larger images or, for maps of the latent's size, task.bottleneck=simple"
+                "trained with, larger images or, for small maps, task.bottleneck=simple"
             )
 
     def units(self) -> list[list[nn.Module]]:
