@@ -18,6 +18,7 @@ def found(tmp_path_factory):
     return [torch.load(folder / "three_notes" / f"exchanged_{rank}") for rank in range(RANKS)]
 
 
+@pytest.mark.slow
 def test_every_rank_gathers_all_shards_in_the_order_of_ranks(found):
     whole = torch.cat([draws(rank, NUMBERS) for rank in range(RANKS)])
     for each in found:

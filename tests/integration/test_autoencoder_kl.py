@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from tests.integration.runs import cut_back, read_metrics, train
 from tests.unit.models.stages import untrained
 
+pytestmark = pytest.mark.slow
+
 TINY = (*untrained("vae_tiny"), "task=reconstruction")
 VAE = (
     *(*TINY, "data.samples=12", "data.num_workers=0", "train.global_batch_size=4"),
@@ -48,7 +50,6 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(run: Path, tmp_path: Path) -> No
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
-@pytest.mark.slow
 def test_stable_diffusion_and_a_training_of_the_decoder_alone_take_what_it_leaves(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

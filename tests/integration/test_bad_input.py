@@ -17,6 +17,8 @@ from cascade_train.__main__ import launch
 from tests.integration.runs import SMALL, read_metrics, torchrun, train
 from tests.warm.programs import warm_programs
 
+pytestmark = pytest.mark.slow
+
 FINETUNE = (*SMALL_NETWORK, "task=finetune")
 
 
@@ -127,7 +129,6 @@ def pairs(count, broken):
     return members
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_that_do_not_divide_the_batch_are_refused_with_the_sizes_that_fit(tmp_path):
     done = torchrun(3, *SMALL, *FINETUNE, "run.dir=run", cwd=tmp_path, warm=True)

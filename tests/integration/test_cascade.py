@@ -26,6 +26,8 @@ from tests.integration.runs import train
 from tests.integration.test_stage_a import NARROW as A_NARROW
 from tests.unit.config.composing import checked
 
+pytestmark = pytest.mark.slow
+
 ONE_STEP = ("train.max_steps=1", "train.global_batch_size=2", "checkpoint.every_steps=null")
 VQGAN = ("model=b_tiny", *(f"model.stage_a.{each}" for each in A_NARROW))
 IMAGE_ENCODER = (

@@ -15,6 +15,8 @@ from cascade_train.engine.checkpoint import loading
 from cascade_train.engine.checkpoint.folder import read_manifest
 from tests.integration.runs import NARROW, train
 
+pytestmark = pytest.mark.slow
+
 RUN = (*NARROW, "task=lora", "data=shapes", "data.num_workers=0", "optimizer.lr=1e-3")
 
 

@@ -19,6 +19,8 @@ from cascade_train.results.find import stored_network
 from cascade_train.tasks.controlnet import ControlNet
 from tests.integration.runs import read_metrics, train
 
+pytestmark = pytest.mark.slow
+
 CONTROL = ("task=controlnet", "task.bottleneck=small", "filter@task.filter=canny", "optimizer.lr=3e-3")
 LOOKING = (
     *("sample.every_steps=4", "sample.count=2", "sample.steps=2"),
@@ -50,7 +52,6 @@ def paint(source: Path, out: Path, **given: object) -> np.ndarray:
     return np.asarray(Image.open(out / "00_00.png")).astype(int)
 
 
-@pytest.mark.slow
 def test_an_evaluation_draws_maps_by_the_number_of_a_picture(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,8 @@ from tests.integration.runs import train
 from tests.integration.test_stage_a import NARROW as A_NARROW
 from tests.unit.models.test_image_quality import library_score, tiny_clip
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["a red circle", "a blue star", "a green square", "a small red circle", "a big yellow triangle"]
 FAST = {"steps": 1, "sampler": "ddim", "batch_size": 4}
 
@@ -185,7 +187,6 @@ def test_stage_a_reconstructs(real: Path, tmp_path: Path) -> None:
     assert json.loads((run / "evaluation.jsonl").read_text())["evaluate/psnr"] == measures["psnr"]
 
 
-@pytest.mark.slow
 def test_a_watched_run_is_judged_at_each_checkpoint(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

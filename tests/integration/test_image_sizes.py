@@ -18,6 +18,8 @@ from tests.integration.test_previewer import ORIGINAL, SCRATCH
 from tests.integration.test_stage_a import NARROW as A_NARROW
 from tests.unit.data import tars
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"square": (33, 33), "wide": (70, 33), "tall": (33, 70)}
 """Width and height of pictures in files, of which none divides by 32."""
 

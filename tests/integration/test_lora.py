@@ -11,6 +11,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from cascade_train.commands.generate import GenerateArgs, generate
 from tests.integration.runs import NARROW, read_metrics, train
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 'task.train_tokens=[["[sides]","^left</w>"],["^(red|on|background)</w>",null]]'
 LORA = (
     *("experiment=tiny_token", *NARROW, "run.name=run", TOKENS),

@@ -1,9 +1,13 @@
 """The command of `run.on_end`, from the command line to what it was told."""
 
+import pytest
+
 from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from cascade_train.config.saved import load_saved_config
 from tests.integration.runs import SMALL
+
+pytestmark = pytest.mark.slow
 
 TELL = 'run.on_end="echo $CASCADE_TRAIN_EVENT $CASCADE_TRAIN_STEP $CASCADE_TRAIN_RUN_DIR >> told; : hunter2; exit 3"'
 

@@ -1,5 +1,6 @@
 """An optimizer that averages the weights: what is looked at and left behind is the average."""
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -8,6 +9,8 @@ from cascade_train.engine.phase import BoundPhase
 from cascade_train.engine.sampling import SampleGrid
 from cascade_train.engine.validation import Validation
 from tests.integration.runs import train
+
+pytestmark = pytest.mark.slow
 
 LORA = "lora/lora.safetensors"
 RUN = (

@@ -19,6 +19,8 @@ from cascade_train.results.find import pipeline_config
 from tests.integration.runs import train
 from tests.unit.models.stages import untrained
 
+pytestmark = pytest.mark.slow
+
 SHORT = (
     *(
         *untrained("sdxl_tiny"),
@@ -83,7 +85,6 @@ def test_pictures_of_a_bare_pipeline_are_those_of_its_run(run: Path, bare: Path,
     assert np.abs(pictures[0] - pictures[1]).mean() < 3, "the one computes in fp32, the other in bf16"
 
 
-@pytest.mark.slow
 def test_adapters_merge_into_a_bare_pipeline_and_into_its_run(run: Path, bare: Path, tmp_path: Path) -> None:
     lora = train(tmp_path / "lora", "task=lora", *SHORT, f"model.weights={run}", *PARTS)
     assert launch(["export", f"from={lora}", "format=kohya"]) == 0

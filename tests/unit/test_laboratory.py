@@ -60,6 +60,7 @@ def test_an_arm_differs_from_the_baseline_in_its_method_alone():
     assert len({each.split("=")[0] for each in known}) == len(known)
 
 
+@pytest.mark.slow
 def test_an_arm_is_trained_painted_with_and_judged(tmp_path, monkeypatch):
     monkeypatch.setattr(laboratory, "ASKED_NEW", 2)
     monkeypatch.setattr(laboratory, "ASKED_KNOWN", 3)

@@ -77,6 +77,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_remote_tars_give_the_batches_of_local_ones(bucket: Bucket, folder: Path) -> None:
     bucket.put_all(folder)
     local, remote = tars.webdataset(folder / "part-{0..2}.tar"), tars.webdataset(f"{PREFIX}part-{{0..2}}.tar")

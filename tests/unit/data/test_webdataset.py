@@ -43,6 +43,7 @@ class TestWebDataset(DatasetContract):
                 tars.write(folder / f"part-{shard}.tar", tars.samples(keys))
         return tars.webdataset(folder / "part-{0..2}.tar", **options)
 
+    @pytest.mark.slow
     def test_spawned_workers_give_the_same_batches(self, folder: Path, uninterrupted: list[str]) -> None:
         source = self.make_source(folder, crop="random", num_workers=1, worker_start="spawn")
         assert contents(source, 2) == uninterrupted[:2]

@@ -113,6 +113,7 @@ def test_what_has_no_frozen_weights_is_refused(changes: list[str], message: str)
         quantize_base(cfg, parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [("task=lora",), ("task=controlnet", "task.bottleneck=small")])
 def test_a_run_on_codes_resumes_to_the_bit(task: tuple[str, ...], tmp_path: Path):
     own = (*task, "train.precision=bf16", "train.base_weights=int8", "optimizer.lr=1e-3")
