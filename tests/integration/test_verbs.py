@@ -149,11 +149,15 @@ def test_an_export_replaces_nothing_else(unfinished: Path, tmp_path: Path, name:
     assert [path.name for path in tmp_path.rglob("*")] == [name]
 
 
-def test_a_card_replaces_no_readme(lora: Path, tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("mine")
-    with pytest.raises(ConfigError, match=r"out=.* has README.md, which would be replaced"):
-        export(ExportArgs(source=str(lora / "export" / "lora"), out=str(tmp_path), format="kohya"))
-    assert (tmp_path / "README.md").read_text() == "mine"
+@pytest.mark.parametrize("name", ["README.md", "lora"])
+def test_a_conversion_replaces_nothing_else(lora: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    of_lora = {"source": str(lora / "export" / "lora"), "out": str(tmp_path)}
+    with pytest.raises(ConfigError, match=rf"out=.* has {name}, which would be replaced"):
+        export(ExportArgs(**of_lora, format="peft"))
+    (tmp_path / name).rename(tmp_path / "prior")
+    for _ in range(2):
+        assert export(ExportArgs(**of_lora, format=["peft", "kohya"])) == 0
 
 
 def test_an_unfinished_run_paints_once_it_is_exported(

@@ -283,13 +283,14 @@ def start_facts(cfg: DictConfig, parts: Parts, data: DataSet, run: RunDirectory,
 def doubts(cfg: DictConfig, max_steps: int) -> list[str]:
     """Return sentences on what a user of a run of `max_steps` may have meant otherwise."""
     found, warmup, data = list[str](), cfg.lr_scheduler.get("warmup_steps") or 0, chosen("data", cfg.data["_target_"])
-    if data == "data=shapes" and HydraConfig.initialized() and not {"data", "experiment"} & typed_keys():
+    if data == "data=shapes" and HydraConfig.initialized() and not {"data", "experiment", "debug"} & typed_keys():
         found.append(f"No data is chosen: training on {data}. Your own: data.path=…")
     if warmup + bool(cfg.lr_scheduler.get("from_zero")) > max_steps:
         found.append(f"lr_scheduler.warmup_steps={warmup}: the run ends before the learning rate reaches optimizer.lr.")
     if cfg.tracker.name.value == "none" and cfg.tracker.project is not None:
         found.append(f"tracker.project={cfg.tracker.project} has no effect with tracker=none.")
-    if chosen("optimizer", cfg.optimizer["_target_"]) == "optimizer=prodigy" and cfg.optimizer.lr < 0.1:
+    algorithm = str(OmegaConf.select(cfg, "optimizer.algorithm._target_"))
+    if algorithm.endswith(".Prodigy") and cfg.optimizer.lr < 0.1:
         found.append(f"optimizer.lr={cfg.optimizer.lr} is a factor on the step size that Prodigy estimates, usually 1.")
     return found
 

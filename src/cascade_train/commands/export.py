@@ -108,8 +108,8 @@ def export(args: ExportArgs) -> int:
 
     out = Path(args.out) if args.out is not None else source / "export" if of_run else Path("export")
     read, written = str(out if of_run else source), list[str]()
-    if not of_run or out != source / "export":
-        exports.check_replaceable(out, of_run=of_run)
+    if not of_run or out.resolve() != (source / "export").resolve():
+        exports.check_replaceable(out, formats, of_run=of_run and formats != [COMBINED])
     if formats == [COMBINED]:
         stages = args.source, str(args.decoder), args.codec
         written += exports.export_combined(*stages, out, dtype=args.dtype, allow_any_target=trusted)

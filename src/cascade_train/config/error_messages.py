@@ -271,10 +271,11 @@ def _wrong_kind(key: str, given: str, message: str) -> str:
     if "is not Optional" in message:
         return f"{key} must not be null or empty."
     if wanted := re.search("is not a subclass of (.*?)\\.", message):
-        nodes = get_type_hints(Root)
-        key = next((name for name, node in nodes.items() if node.__name__ == wanted[1]), key)
-        below = ", ".join(f"{key}.{name}" for name in nodes[key].__annotations__)
-        return f"{key} takes no value: there are keys below it, {below}."
+        for name, node in get_type_hints(Root).items():
+            if node.__name__ == wanted[1]:
+                below = ", ".join(f"{name}.{each}" for each in node.__annotations__)
+                return f"{name} takes no value: there are keys below it, {below}."
+        return f"{key} takes no value: there are keys below it."
     if "is not a ListConfig" in message:
         form = quoted_form(f"{key}=[{given}]") if given else None
         return f"{key}{f'={given}' if given else ''} must be a list.{f' Write: {form}' if form else ''}"

@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from cascade_train.config.error_messages import code_of, noted, other_name
-from cascade_train.config.groups import NESTED, commands, conf_dir, group_options, groups
+from cascade_train.config.groups import NESTED, commands, conf_dir, groups
 from cascade_train.config.overrides import HYDRAS_OWN, check_not_expanded, given_values, with_paths_quoted
 from cascade_train.config.schema import Root
 from cascade_train.config.sweep import MULTIRUN, check_launcher, is_main, save_redacted
@@ -180,10 +180,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
         if key in HYDRAS_OWN:
             form = shlex.quote(f"{HYDRAS_OWN[key]}={values[-1]}")
             raise ConfigError(f"{key}={values[-1]} has no effect on a run. Write: {form}")
-        if values[-1] == "None":
-            name = key.partition("@")[0]
-            form = f"{name}={'none' if 'none' in group_options(name) else 'null'}"
-            raise ConfigError(f"{name}=None is the text None. For none, write {form}")
+        if values[-1] == "None" and key.partition("@")[0] not in groups():
+            raise ConfigError(f"{key}=None is the text None. Where a key takes none, write {key}=null")
         if len(values) == 1:
             continue
         if "/" in key or key.partition("@")[0] in groups():

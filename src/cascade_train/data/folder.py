@@ -224,9 +224,11 @@ class Folder(PictureFolder):
     def _report_repeats(self, found: Sequence[PictureFile]) -> None:
         """Log folders below the root that are named as by kohya's scripts, `10_sks dog`, and have no `multiply.txt`."""
         folders = sorted({file.name.rpartition("/")[0] for file in found})
-        kohyas = [each for each in folders if re.match(r"[1-9]\d?_\D", each.rpartition("/")[2])]
+        kohyas = [each for each in folders if re.match(r"[1-9]\d{0,2}_\D", each.rpartition("/")[2])]
         if lacking := [each for each in kohyas if not (self._root / each / MULTIPLY).is_file()]:
-            text = "%s: names of folders are not read. If that of %s says how often it comes, write it into its %s"
+            text = (
+                "%s: names of folders are not read. If that of %s says how often it comes, write it into its %s, else 1"
+            )
             _log.warning(text, self.path, lacking[0], MULTIPLY)
 
     def _with_rows(self, found: list[PictureFile], others: list[str]) -> tuple[list[PictureFile], list[str]]:

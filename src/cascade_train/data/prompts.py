@@ -43,8 +43,9 @@ def read_prompts(given: Any, *, key: str = "prompts") -> list[str]:
 
 def _prompts_of(text: str, key: str) -> list[str]:
     if NAMED_FILE.fullmatch(text):
-        text_form = "a text of this one word ends with a space"
-        raise ConfigError(f"{key}={text} names a file. Its prompts are read by {key}={FILE}{text}; {text_form}.")
+        raise ConfigError(
+            f"{key}={text} names a file. Write {key}={FILE}{text}; as a prompt itself, {key}='\"{text} \"'"
+        )
     if not text.startswith(FILE):
         return [text]
     if text.startswith(2 * FILE):

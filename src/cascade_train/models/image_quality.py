@@ -22,7 +22,6 @@ from torch.nn import functional
 
 from cascade_train.errors import ConfigError, install_hint
 from cascade_train.models.formats.weights import check_dtypes, check_fit, copy_to, read_belonging, shapes_of
-from cascade_train.models.formats.weights_source import TOKENIZER_FILES
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of the images on which VGG-16 was trained."""
@@ -246,7 +245,7 @@ class ClipScore:
         try:
             model: Any = CLIPModel.from_pretrained(weights, dtype=torch.float32, local_files_only=True)
             self._processor: Any = CLIPProcessor.from_pretrained(weights, local_files_only=True)
-            if not any((Path(weights) / name).is_file() for name in TOKENIZER_FILES[:3]):
+            if not any((Path(weights) / name).is_file() for name in ("vocab.json", "tokenizer.json")):
                 raise ValueError("its tokenizer is missing")  # transformers makes one without words
         except (OSError, ValueError) as error:
             reason = (str(error).splitlines() or [""])[0]

@@ -53,11 +53,16 @@ CASCADE_SCHEDULER = "DDPMWuerstchenScheduler"
 """The one that diffusers' pipelines of the cascade sample with."""
 
 
-def check_replaceable(out: Path, *, of_run: bool) -> None:
+def check_replaceable(out: Path, formats: Sequence[str], *, of_run: bool) -> None:
     """Raise a ConfigError where an export would replace what none has written; an export has its card."""
-    card, names = out / CARD, [CARD, SAMPLES]
-    if of_run:
-        names += [CONFIG_NAME, *(name for family in families() for name in family.uses)]
+    card, parts = out / CARD, [name for family in families() for name in family.uses]
+    patterns = [
+        files[name] for files in (NETWORK_FILES, LORA_FILES, {COMBINED: COMBINED}) for name in formats if name in files
+    ]
+    names = [CARD, SAMPLES, *(pattern.format(part=part) for pattern in patterns for part in parts)]
+    names += [CONFIG_NAME, *parts] if of_run else []
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"out={out} is a file. Give the folder to write into.")
     if card.is_file() and b"\n- cascade_train\n" in read_regular(card):  # a tag of its front matter
         return
     if lost := [name for name in names if (out / name).exists()]:

@@ -171,8 +171,8 @@ class LoRA(TextToImage):
     def prepare_batch(self, batch: Batch) -> PreparedBatch:
         """See `TextToImage`; the captions with other words too, where these are preserved."""
         prepared, captions = super().prepare_batch(batch), list(batch.captions)
-        words = "\n".join(captions).lower()  # as the tokenizer reads them
-        self._unread = {token for token in self._unread if token.lower() not in words}
+        read = "\n".join(captions).lower()  # as by the tokenizer
+        self._unread = {token for token in self._unread if token.lower() not in read}
         if self.preserve is None:
             return prepared
         for words, others in self.preserve:

@@ -189,13 +189,13 @@ def test_multiply_files_say_how_often_the_pictures_of_their_own_folder_come(tmp_
 def test_folders_named_with_repeats_are_reported_where_no_file_has_the_number(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("10_sks dog", "2024_holiday", "01_cats", "2024"):
+    for name in ("100_sks dog", "2024_holiday", "01_cats", "2024"):
         write(tmp_path / name / "a.png")
     names(folder(tmp_path))
-    assert "If that of 10_sks dog says how often it comes, write it into its multiply.txt" in caplog.text
+    assert "If that of 100_sks dog says how often it comes, write it into its multiply.txt, else 1" in caplog.text
     caplog.clear()
-    names(folder(tmp_path / "10_sks dog"))  # as a source whose factor is in data.repeats
-    write(tmp_path / "10_sks dog/multiply.txt", "1")
+    names(folder(tmp_path / "100_sks dog"))  # as a source whose factor is in data.repeats
+    write(tmp_path / "100_sks dog/multiply.txt", "1")
     names(folder(tmp_path))
     assert "multiply.txt" not in caplog.text
 

@@ -166,7 +166,7 @@ def parse(schema: type[S], argv: Sequence[str]) -> S:
             form = f"from={argument}" if is_source else "key=value"
             raise ConfigError(f"{argument!r} is not an argument. Write {form}; --help lists the keys.")
         if value == "None":
-            raise ConfigError(f"{argument} is the text None. Write {key}=null for none.")
+            raise ConfigError(f"{argument} is the text None. Where a key takes none, write {key}=null")
         pairs.append((key, value))
     return filled(schema, pairs, _value)
 

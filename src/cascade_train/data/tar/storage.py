@@ -262,7 +262,8 @@ def _ask(ask: Callable[[], T], verb: str, url: str) -> T:
     """
     from botocore import exceptions
 
-    passing = (exceptions.HTTPClientError, exceptions.ConnectionError, ConnectionError)
+    cut = (exceptions.IncompleteReadError, ConnectionError)
+    passing = (exceptions.HTTPClientError, exceptions.ConnectionError, *cut)
     longest_wait = _FIRST_WAIT_SECONDS
     for attempt in range(1, ATTEMPTS + 1):
         try:

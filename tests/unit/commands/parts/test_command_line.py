@@ -65,7 +65,7 @@ REFUSED = {
     "--steps=3": "'--steps=3' is not an argument. Write key=value",
     "steps=many": "steps=many must be a whole number, e.g. steps=1000",
     "steps=0.5": r"steps=0\.5 must be a whole number, e\.g\. steps=1\.",
-    "prompts=None": "prompts=None is the text None. Write prompts=null for none.",
+    "prompts=None": "prompts=None is the text None. Where a key takes none, write prompts=null",
     "steps=step_9": "steps=step_9 must be a whole number, e.g. steps=9",
     "tests": "'tests' is not an argument. Write from=tests;",
     "format=gif": "'format=gif' cannot be read: Invalid value 'gif', expected one of",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import IncompleteReadError
 
 from cascade_train.data.tar import storage
 from cascade_train.data.tar.storage import ATTEMPTS, S3, LocalFiles, StoredObject
@@ -52,6 +53,19 @@ def test_what_may_pass_is_tried_again_after_growing_waits(
     assert S3().read(ITEM, 0, len(CONTENT)) == CONTENT
     assert len(waits) == (3 if fault != "stall" else 1)
     assert all(0 <= wait <= 0.5 * 2**number for number, wait in enumerate(waits))
+
+
+def test_a_body_that_ends_early_is_asked_for_again(waits: list[float]) -> None:
+    """As botocore itself reports it, where urllib3 does not compare lengths."""
+    answers = [IncompleteReadError(actual_bytes=5, expected_bytes=10), ConnectionError("5 of 10 bytes came"), b"whole"]
+
+    def ask() -> object:
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    assert storage._ask(ask, "reading", ITEM.url) == b"whole"
+    assert len(waits) == 2
 
 
 def test_a_server_that_stays_busy_ends_the_run(server: FaultyS3, waits: list[float]) -> None:
