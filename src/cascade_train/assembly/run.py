@@ -128,7 +128,7 @@ def train_in(
         facts = start_facts(cfg, parts, data, run, trainer)
         run.record_start({"facts": facts, "data": cast(Feed, trainer.feed).report(), "overrides": overrides()})
     log.info("%s", "\n".join(f"  {name:<10} {text}" for name, text in facts.items()))
-    for text in doubts(cfg, trainer.max_steps):
+    for text in doubts(cfg, trainer.max_steps) if world.is_main else ():
         log.warning("%s", text)
     signals.wait_for_votes()
     with run_end_hook(cfg.run.on_end, trainer, run.path), ExitStack() as stack:
