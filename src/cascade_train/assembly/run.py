@@ -43,6 +43,7 @@ from cascade_train.engine.faults.unreadable import UnreadableList
 from cascade_train.engine.loop import Cadence, Trainer
 from cascade_train.engine.loss_charts import LossCurve, LossPlot
 from cascade_train.engine.metrics import MetricsLog
+from cascade_train.engine.optimizer import Estimating
 from cascade_train.engine.phase import BoundPhase, averaged, whole_state
 from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
@@ -128,7 +129,8 @@ def train_in(
         facts = start_facts(cfg, parts, data, run, trainer)
         run.record_start({"facts": facts, "data": cast(Feed, trainer.feed).report(), "overrides": overrides()})
     log.info("%s", "\n".join(f"  {name:<10} {text}" for name, text in facts.items()))
-    for text in doubts(cfg, trainer.max_steps) if world.is_main else ():
+    estimates = any(isinstance(phase.optimizer, Estimating) for phase in phases)
+    for text in doubts(cfg, trainer.max_steps, estimates=estimates) if world.is_main else ():
         log.warning("%s", text)
     signals.wait_for_votes()
     with run_end_hook(cfg.run.on_end, trainer, run.path), ExitStack() as stack:
@@ -280,8 +282,8 @@ def start_facts(cfg: DictConfig, parts: Parts, data: DataSet, run: RunDirectory,
     }
 
 
-def doubts(cfg: DictConfig, max_steps: int) -> list[str]:
-    """Return sentences on what a user of a run of `max_steps` may have meant otherwise."""
+def doubts(cfg: DictConfig, max_steps: int, *, estimates: bool) -> list[str]:
+    """Return sentences on what may have been meant otherwise; `estimates`: whether the optimizer estimates its rate."""
     found, warmup, data = list[str](), cfg.lr_scheduler.get("warmup_steps") or 0, chosen("data", cfg.data["_target_"])
     if data == "data=shapes" and HydraConfig.initialized() and not {"data", "experiment", "debug"} & typed_keys():
         found.append(f"No data is chosen: training on {data}. Your own: data.path=…")
@@ -289,9 +291,8 @@ def doubts(cfg: DictConfig, max_steps: int) -> list[str]:
         found.append(f"lr_scheduler.warmup_steps={warmup}: the run ends before the learning rate reaches optimizer.lr.")
     if cfg.tracker.name.value == "none" and cfg.tracker.project is not None:
         found.append(f"tracker.project={cfg.tracker.project} has no effect with tracker=none.")
-    algorithm = str(OmegaConf.select(cfg, "optimizer.algorithm._target_"))
-    if algorithm.endswith(".Prodigy") and cfg.optimizer.lr < 0.1:
-        found.append(f"optimizer.lr={cfg.optimizer.lr} is a factor on the step size that Prodigy estimates, usually 1.")
+    if estimates and cfg.optimizer.lr < 0.1:
+        found.append(f"optimizer.lr={cfg.optimizer.lr} is a factor on the step size that is estimated, usually 1.")
     return found
 
 

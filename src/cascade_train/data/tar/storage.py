@@ -262,8 +262,7 @@ def _ask(ask: Callable[[], T], verb: str, url: str) -> T:
     """
     from botocore import exceptions
 
-    cut = (exceptions.IncompleteReadError, ConnectionError)
-    passing = (exceptions.HTTPClientError, exceptions.ConnectionError, *cut)
+    passing = (exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError, ConnectionError)
     longest_wait = _FIRST_WAIT_SECONDS
     for attempt in range(1, ATTEMPTS + 1):
         try:
