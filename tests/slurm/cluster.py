@@ -97,7 +97,7 @@ class Cluster:
         (self.root / "gres.conf").write_text(GPUS)
         files = {"key-file": "key", "socket": "sock", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         self._spawn("munged", "--foreground", "--force", *[f"--{k}={self.root}/munge.{v}" for k, v in files.items()])
-        wait_for(lambda: (self.root / "munge.sock").exists(), seconds=20)
+        wait_for(lambda: (self.root / "munge.sock").exists())
         self._spawn("slurmctld", "-D", "-c")
         for node in ("n1", "n2"):
             self._spawn("slurmd", "-D", "-N", node)
@@ -110,7 +110,7 @@ class Cluster:
         for daemon in reversed(self._daemons):
             daemon.terminate()
             try:
-                daemon.wait(timeout=10)
+                daemon.wait(timeout=120)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()

@@ -37,14 +37,14 @@ def called(folder: Path, script: str, *arguments: str, **environment: str) -> li
     """Run a script with the stand-ins first on the PATH and return what they were called with."""
     path = f"{folder / 'stand_ins'}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", "-euc", script, "bash", *arguments]
-    subprocess.run(command, cwd=folder, env={**os.environ, **environment, "PATH": path}, check=True, timeout=30)
+    subprocess.run(command, cwd=folder, env={**os.environ, **environment, "PATH": path}, check=True, timeout=120)
     return (folder / "called").read_text().splitlines()
 
 
 def test_every_block_is_valid_bash():
     assert len(BLOCKS) >= 9
     for text in BLOCKS:
-        subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=30)
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=120)
 
 
 def test_python_of_an_image_gets_the_arguments_of_the_run(folder: Path):
@@ -74,4 +74,4 @@ def test_later_jobs_depend_on_the_training(
     monkeypatch.chdir(folder)
     assert launch(["--cfg", "job", *overrides]) == 0, capsys.readouterr().err
     for wrapped in (word for word in words if word.startswith(". ")):
-        subprocess.run(["bash", "-n"], input=wrapped, text=True, check=True, timeout=30)
+        subprocess.run(["bash", "-n"], input=wrapped, text=True, check=True, timeout=120)

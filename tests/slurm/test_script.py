@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,7 @@ def begin(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen
 def run(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     """Run the script as a job and return its exit code and what it said."""
     script = begin(folder, *arguments, **environment)
-    said, _ = script.communicate(timeout=60)
+    said, _ = script.communicate(timeout=120)
     return script.returncode, said
 
 
@@ -123,9 +122,9 @@ STARTS = "touch began; while true; do sleep; done"
 def test_request_to_stop_reaches_the_ranks(folder: Path, step: str, code: int, number: signal.Signals):
     (folder / "step.sh").write_text(step)
     script = begin(folder, DURING_STEP=". ./step.sh", STEP_EXITS="75")
-    wait_for((folder / "began").exists, seconds=30)
+    wait_for((folder / "began").exists)
     script.send_signal(number)
-    said, _ = script.communicate(timeout=60)
+    said, _ = script.communicate(timeout=120)
     assert script.returncode == code, said
     assert requeues(folder) == 1
 
@@ -135,9 +134,9 @@ def test_request_to_stop_before_the_ranks_start_requeues_without_starting_them(f
     (folder / "sbatch").mkdir()
     (folder / "sbatch" / "env.sh").write_text("touch sourcing; /bin/sleep 1")
     script = begin(folder)
-    wait_for((folder / "sourcing").exists, seconds=30)
+    wait_for((folder / "sourcing").exists)
     script.send_signal(number)
-    said, _ = script.communicate(timeout=60)
+    said, _ = script.communicate(timeout=120)
     assert (script.returncode, requeues(folder)) == (75, 1), said
     assert not (folder / "srun.called").exists()
 
@@ -215,12 +214,10 @@ def test_the_example_of_an_environment_is_valid(folder: Path):
     (folder / "all.sh").write_text(example.read_text().replace("# export ", "export "))
     for file in (example, folder / "all.sh"):
         command = ["bash", "-euc", f". {file}; echo $activated"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=True)
         assert done.stdout == "1\n"
 
 
 def test_waiting_gives_up() -> None:
-    begun = time.monotonic()
     with pytest.raises(AssertionError, match="did not happen within 0.2 s"):
         wait_for(lambda: False, seconds=0.2)
-    assert time.monotonic() - begun < 30

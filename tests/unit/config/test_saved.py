@@ -1,6 +1,5 @@
 """A folder of someone else may name components, and nothing that could run its wishes."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -94,12 +93,10 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path: Path):
         ("a: 1\na: 2", "cannot be read as YAML"),
     ],
 )
-def test_a_folder_that_could_not_be_read_to_its_end_is_refused_at_once(
+def test_a_folder_that_could_not_be_read_to_its_end_is_refused(
     checked: DictConfig, tmp_path: Path, more: str, message: str
 ):
     path = write(checked, tmp_path) / "config.yaml"
     path.write_text(f"{path.read_text()}\n{more}")
-    began = time.process_time()
     with pytest.raises(ConfigError, match=message):
         load_saved_config(tmp_path)
-    assert time.process_time() - began < 5.0

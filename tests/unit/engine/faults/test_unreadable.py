@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from pathlib import Path
 
 import pytest
@@ -61,11 +60,9 @@ def test_names_that_are_no_text_or_hold_ends_of_lines_are_kept(tmp_path: Path) -
 
 def test_of_a_name_and_a_reason_from_outside_only_so_much_is_shown(tmp_path: Path) -> None:
     met = Unreadable("a.tar:" + "x-amz-" * 20_000, "no " * 10**6)
-    began = time.process_time()
     UnreadableList(tmp_path, rank=0, met=[met]).write(3)
     (line,) = map(json.loads, (tmp_path / "rank_0.jsonl").read_text(encoding="utf-8").splitlines())
     assert line["sample"] == met.name, "it is left out by this name"
     assert len(line["reason"]) < 1100
     assert len(str(met)) < 1400
     assert len(by_reason([met])) < 1400
-    assert time.process_time() - began < 1.0
