@@ -1,7 +1,6 @@
-"""The three ways in, as processes: what they answer without torch, and how fast."""
+"""The three ways in, as processes: what they answer without torch."""
 
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,6 @@ from tests.warm.programs import warm_programs
 
 TINY = ("model=c_tiny", "task=lora")
 SHOWING = ("--cfg job", "--cfg job --resolve", "--info defaults")
-SECONDS = 3.0
-"""Of one core, so that a busy machine does not fail the test."""
 
 
 def start(cwd: Path, *argv: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -53,18 +50,9 @@ def test_answers_come_without_torch_and_leave_nothing(tmp_path: Path):
 
 
 def test_showing_a_configuration_imports_no_checks(tmp_path: Path):
-    """Beside `bench/start.py`: what Hydra alone would take, and a tenth more."""
     imported = start(tmp_path, "--cfg", "job", *TINY, flags=("-X", "importtime")).stderr
     assert "cascade_train.config.schema" in imported
     assert not [name for name in ("preflight", "components", "assembly", "config.help") if f"{name}\n" in imported]
-
-
-@pytest.mark.parametrize("argv", [("--help",), ("--cfg", "job", *TINY), (*TINY, "train.max_stepz=3")])
-def test_answers_within_three_seconds_of_work(tmp_path: Path, argv: tuple[str, ...]):
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    start(tmp_path, *argv)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert 0.05 < after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < SECONDS
 
 
 def test_console_script_is_the_same_way_in(tmp_path: Path):
