@@ -29,7 +29,7 @@ _SMALL_BYTES = 32 * 1024
 
 
 def sample_seed(seed: int, epoch: int, index: int, purpose: str) -> int:
-    """Return the 63-bit generator seed of one random choice about one sample.
+    """63-bit generator seed of one random choice about one sample.
 
     A frozen function of its arguments: ranks, workers, micro-batches and resumes do not change it.
     """
@@ -84,11 +84,11 @@ class Batch:
         return len(self.captions)
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch with its image and further tensors on `device`; identities stay on the host."""
+        """Batch with its image and further tensors on `device`; identities stay on the host."""
         return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        """Return the batch with its image and further tensors in pinned memory (called by torch's DataLoader)."""
+        """Batch with its image and further tensors in pinned memory (called by torch's DataLoader)."""
         return self._moved(Tensor.pin_memory)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Batch:
         return replace(self, image_BCHW=image_BCHW, tensors=tensors)
 
     def generators(self, purpose: str) -> list[torch.Generator]:
-        """Return one CPU generator per sample, seeded by (run seed, epoch, index, purpose)."""
+        """One CPU generator per sample, seeded by (run seed, epoch, index, purpose)."""
         return [
             torch.Generator().manual_seed(sample_seed(self.seed, epoch, index, purpose))
             for epoch, index in zip(self.epoch_B.tolist(), self.index_B.tolist(), strict=True)
@@ -121,7 +121,7 @@ class Batch:
 
 def _by_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _by_value(each) for name, each in value.items()}
+        return {name: _by_value(item) for name, item in value.items()}
     if not isinstance(value, Tensor) or value.is_cuda or value.dtype == torch.bfloat16 or value.nbytes > _SMALL_BYTES:
         return value
     return value.numpy()
@@ -129,5 +129,5 @@ def _by_value(value: Any) -> Any:
 
 def _as_tensors(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _as_tensors(each) for name, each in value.items()}
+        return {name: _as_tensors(item) for name, item in value.items()}
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value

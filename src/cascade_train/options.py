@@ -169,7 +169,7 @@ def check_pattern(key: str, pattern: str) -> None:
 
 
 def is_found(key: str, pattern: str, *names: str) -> bool:
-    """Return whether an expression is found in one of the names; a ConfigError where that takes too long."""
+    """Whether an expression is found in one of the names; a ConfigError where that takes too long."""
     try:
         return any(regex.search(pattern, name, timeout=1.0) is not None for name in names)
     except TimeoutError as error:
@@ -183,16 +183,16 @@ def check_found(key: str, patterns: Iterable[str], names: Sequence[str], what: s
     """
     first: dict[str, str] = {}
     for pattern in patterns:
-        found = [name for name in names if is_found(key, pattern, *name.split("\n"))]
-        if not found:
+        matched = [name for name in names if is_found(key, pattern, *name.split("\n"))]
+        if not matched:
             shown = ", ".join(name.partition("\n")[0] for name in names[:: max(1, len(names) // 3)][:3])
             raise ConfigError(
                 f"{key}: {pattern!r} is found in no name of the {len(names)} {what}; they are such as {shown}"
             )
-        if first.keys() >= set(found):
-            earlier = ", ".join(repr(each) for each in dict.fromkeys(first[name] for name in found))
+        if first.keys() >= set(matched):
+            earlier = ", ".join(repr(other) for other in dict.fromkeys(first[name] for name in matched))
             raise ConfigError(
-                f"{key}: {pattern!r} decides nothing, {earlier} before it takes all {len(found)} of its {what}; put it"
-                " first, or remove it"
+                f"{key}: {pattern!r} decides nothing, {earlier} before it takes all {len(matched)} of its {what}; put"
+                " it first, or remove it"
             )
-        first = dict.fromkeys(found, pattern) | first
+        first = dict.fromkeys(matched, pattern) | first

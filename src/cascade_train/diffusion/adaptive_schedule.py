@@ -49,7 +49,7 @@ class AdaptiveTrainSchedule(Bucketed, Schedule):
         return low + place_B * ((high - low) / self.buckets)
 
     def bucket(self, logsnr_B: Tensor) -> Tensor:
-        """Return the bucket, (B,) int64, of (B,) logSNR."""
+        """Bucket, (B,) int64, of (B,) logSNR."""
         low, high = self.logsnr_range
         edge_N = torch.linspace(low, high, self.buckets + 1, dtype=torch.float32, device=logsnr_B.device)
         bucket_B = torch.searchsorted(edge_N, logsnr_B.contiguous(), right=True) - 1

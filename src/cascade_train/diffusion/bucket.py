@@ -28,7 +28,7 @@ class Adaptive:
         """Learn from a micro-batch of this rank, (B,) each."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what was learned."""
+        """Learned state; empty by default."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -58,13 +58,13 @@ class Bucketed(Adaptive, abc.ABC):
         return {"bucket_loss": torch.ones(self.buckets, dtype=torch.float32, device="cpu")}
 
     def loss_on(self, device: torch.device) -> Tensor:
-        """Return the running losses, (N,) fp32, which stay on `device`."""
+        """Running losses, (N,) fp32, which stay on `device`."""
         self._state["bucket_loss"] = self._state["bucket_loss"].to(device)
         return self._state["bucket_loss"]
 
     @abc.abstractmethod
     def bucket(self, logsnr_B: Tensor) -> Tensor:
-        """Return the bucket, (B,) int64 in [0, N), of (B,) logSNR."""
+        """Bucket, (B,) int64 in [0, N), of (B,) logSNR."""
 
     def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
         """Learn from a global batch; buckets without a sample stay."""
@@ -74,7 +74,7 @@ class Bucketed(Adaptive, abc.ABC):
         self._state["bucket_loss"] = torch.where(hit_GN.any(0), self.beta * old_N + (1 - self.beta) * new_N, old_N)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the running losses."""
+        """A copy of the running losses."""
         return {name: loss_N.clone() for name, loss_N in self._state.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -93,7 +93,7 @@ class AdaptiveParts(Adaptive, abc.ABC):
 
     @abc.abstractmethod
     def _parts(self) -> Mapping[str, Adaptive]:
-        """Return the parts by name."""
+        """Parts by name."""
 
     def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
         """See `Adaptive.after_step`."""
@@ -106,7 +106,7 @@ class AdaptiveParts(Adaptive, abc.ABC):
             part.after_micro_batch(logsnr_B.detach(), loss_raw_B.detach())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of all parts, each with its name and a dot in front."""
+        """State of all parts, each with its name and a dot in front."""
         return {
             f"{name}.{key}": value for name, part in self._parts().items() for key, value in part.state_dict().items()
         }
@@ -118,12 +118,12 @@ class AdaptiveParts(Adaptive, abc.ABC):
 
 
 def _mean(hit_GN: Tensor, loss_G: Tensor) -> Tensor:
-    """Return the mean loss per bucket, (N,); 0 where a bucket has no sample."""
+    """Mean loss per bucket, (N,); 0 where a bucket has no sample."""
     total_N = torch.where(hit_GN, loss_G[:, None], 0.0).sum(0)
     return total_N / hit_GN.sum(0).clamp(min=1)
 
 
 def _last(hit_GN: Tensor, loss_G: Tensor) -> Tensor:
-    """Return the loss of the last sample of each bucket, (N,); any value where a bucket has no sample."""
+    """Loss of the last sample of each bucket, (N,); any value where a bucket has no sample."""
     order_G = torch.arange(loss_G.numel(), device=loss_G.device)
     return loss_G[torch.where(hit_GN, order_G[:, None], 0).amax(0)]

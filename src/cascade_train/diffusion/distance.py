@@ -21,7 +21,7 @@ class Distance(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, error_BCHW: Tensor, logsnr_B: Tensor) -> Tensor:
-        """Return the distance, (B, C, H, W) fp32, of errors (B, C, H, W) fp32 at noise levels (B,) logSNR."""
+        """Distance, (B, C, H, W) fp32, of errors (B, C, H, W) fp32 at noise levels (B,) logSNR."""
 
 
 class MSE(Distance):
@@ -64,7 +64,7 @@ class SmoothL1(Distance):
         return self._linear(error_BCHW, self._delta(logsnr_B))
 
     def _delta(self, logsnr_B: Tensor) -> Tensor:
-        """Return delta of each sample, (B, 1, 1, 1) fp32."""
+        """Delta of each sample, (B, 1, 1, 1) fp32."""
         if self.schedule == "constant":
             return per_sample(torch.full_like(logsnr_B, self.delta))
         return per_sample((1 - self.delta) / (1 + (-logsnr_B / 2).exp()) ** 2 + self.delta)

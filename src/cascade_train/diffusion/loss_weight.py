@@ -35,10 +35,10 @@ class LossWeight(Adaptive, abc.ABC):
 
     @abc.abstractmethod
     def _weight(self, logsnr_B: Tensor) -> Tensor:
-        """Return the weight without shift and clamp; (B,) fp32 in and out."""
+        """Weight without shift and clamp; (B,) fp32 in and out."""
 
     def __call__(self, logsnr_B: Tensor) -> Tensor:
-        """Return the weight, (B,) fp32, of (B,) logSNR."""
+        """Weight, (B,) fp32, of (B,) logSNR."""
         low, high = (-1e9, 1e9) if self.clamp_range is None else self.clamp_range
         return self._weight(logsnr_B.float() + 2 * math.log(self.shift)).clamp(low, high)
 
@@ -235,7 +235,7 @@ class AdaptiveLossWeight(Bucketed, LossWeight):
         return (1 / self.loss_on(logsnr_B.device)[self.bucket(logsnr_B)]).clamp(low, high)
 
     def bucket(self, logsnr_B: Tensor) -> Tensor:
-        """Return the bucket, (B,) int64, of (B,) logSNR."""
+        """Bucket, (B,) int64, of (B,) logSNR."""
         low, high = self.logsnr_range
         edge_N = torch.linspace(low, high, self.buckets - 1, dtype=torch.float32, device=logsnr_B.device)
         return torch.searchsorted(edge_N, logsnr_B.detach().float().contiguous())

@@ -77,7 +77,7 @@ class PyramidNoise(Noise):
         return self.mix(noise, coarse)
 
     def grids(self, height: int, width: int) -> list[Grid]:
-        """Return the coarse grids of a latent of this size, finest first."""
+        """Coarse grids of a latent of this size, finest first."""
         grids: list[Grid] = []
         for level in range(1, self.levels):
             rows, columns = (max(1, side >> level) for side in (height, height if self.square_grids else width))

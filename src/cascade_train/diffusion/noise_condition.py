@@ -40,10 +40,10 @@ class NoiseCondition(abc.ABC):
 
     @abc.abstractmethod
     def _value(self, logsnr_B: Tensor) -> Tensor:
-        """Return the condition without shift and clamp; (B,) fp32 in and out."""
+        """Condition without shift and clamp; (B,) fp32 in and out."""
 
     def __call__(self, logsnr_B: Tensor) -> Tensor:
-        """Return the condition, (B,) fp32, of (B,) logSNR."""
+        """Condition, (B,) fp32, of (B,) logSNR."""
         value_B = self._value(logsnr_B.float() + 2 * math.log(self.shift))
         return value_B if self.clamp_range is None else value_B.clamp(*self.clamp_range)
 

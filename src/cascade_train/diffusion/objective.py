@@ -168,7 +168,7 @@ class Objective(AdaptiveParts):
         return replace(diffused, noised=diffused.noised + b_B111 * self.input_perturbation * perturbation_BCHW)
 
     def shift_for(self, height: int, width: int) -> float:
-        """Return the shift of training latents of this size."""
+        """Shift of training latents of this size."""
         if self.base_latent_size is None:
             return self.shift
         return self.shift * math.sqrt(height * width) / self.base_latent_size
@@ -191,15 +191,15 @@ class Objective(AdaptiveParts):
         )
 
     def x0(self, pred_BCHW: Tensor, noised_BCHW: Tensor, logsnr_B: Tensor) -> Tensor:
-        """Return the clean latents, (B, C, H, W) fp32, that a prediction implies."""
+        """Clean latents, (B, C, H, W) fp32, that a prediction implies."""
         return self.target.x0(pred_BCHW.float(), noised_BCHW.float(), *self._scales(logsnr_B))
 
     def predicted_noise(self, pred_BCHW: Tensor, noised_BCHW: Tensor, logsnr_B: Tensor) -> Tensor:
-        """Return the noise, (B, C, H, W) fp32, that a prediction implies."""
+        """Noise, (B, C, H, W) fp32, that a prediction implies."""
         return self.target.noise(pred_BCHW.float(), noised_BCHW.float(), *self._scales(logsnr_B))
 
     def loss(self, pred_BCHW: Tensor, diffused: Diffused, mask_B1HW: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the weighted loss and the unweighted mean squared error, (B,) fp32 each, of a prediction (B, C, H, W).
+        """Weighted loss and the unweighted mean squared error, (B,) fp32 each, of a prediction (B, C, H, W).
 
         The weighted loss is of the `distance`. A mask (B, 1, H, W) fp32 in [0, 1] weights each place, see
         `masked_mean`.
@@ -214,14 +214,14 @@ class Objective(AdaptiveParts):
         return loss_B * diffused.loss_weight_B, loss_raw_B
 
     def scheduler_config(self) -> dict[str, Any] | None:
-        """Return the configuration, with `_class_name`, of diffusers' scheduler that samples what this trains, or None.
+        """Configuration, with `_class_name`, of diffusers' scheduler that samples what this trains, or None.
 
         With DDIM and as many steps, a divisor of the timesteps, its samples are those of `sample` with "ddim".
         """
         schedule, target, condition = self.schedule, self.target, self.noise_condition
         if isinstance(schedule, DDPMSchedule) and type(target) in PREDICTION_TYPES:
-            found = {"prediction_type": PREDICTION_TYPES[type(target)], **_SAMPLED}
-            return {"_class_name": "DDIMScheduler", **{key: getattr(schedule, key) for key in _DDPM}, **found}
+            keys = {"prediction_type": PREDICTION_TYPES[type(target)], **_SAMPLED}
+            return {"_class_name": "DDIMScheduler", **{key: getattr(schedule, key) for key in _DDPM}, **keys}
         if isinstance(schedule, EDMSampleSchedule) and isinstance(target, EDMTarget):
             low, high = schedule.sigma_range
             levels = {"sigma_min": low, "sigma_max": high, "sigma_data": target.sigma_data, "rho": schedule.p}
@@ -253,7 +253,7 @@ class Objective(AdaptiveParts):
 
 
 def masked_mean(value_BCHW: Tensor, mask_B1HW: Tensor) -> Tensor:
-    """Return the (B,) mean over C, H and W, weighted by a mask in [0, 1].
+    """(B,) mean over C, H and W, weighted by a mask in [0, 1].
 
     Masks that sum to less than one place count as one: an empty mask gives 0.
     """

@@ -39,7 +39,7 @@ class ImageNoise:
     device: torch.device
 
     def __call__(self) -> Tensor:
-        """Return the next (B, C, H, W), fp32."""
+        """The next (B, C, H, W), fp32."""
         return PlainNoise().draw(self.generators, self.shape).to(self.device, non_blocking=True)
 
 

@@ -24,7 +24,7 @@ class Scaling(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, logsnr_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (a_B, b_B), each (B,) fp32 in [0, 1] (`EDMScaling`: a may be larger), of (B,) logSNR."""
+        """(a_B, b_B), each (B,) fp32 in [0, 1] (`EDMScaling`: a may be larger), of (B,) logSNR."""
 
 
 class VPScaling(Scaling):

@@ -46,7 +46,7 @@ class Schedule(Adaptive, abc.ABC):
 
     @abc.abstractmethod
     def _curve(self, t_B: Tensor) -> Tensor:
-        """Return logSNR of times in [0, 1] without shift and limits; (B,) fp32 in and out."""
+        """LogSNR of times in [0, 1] without shift and limits; (B,) fp32 in and out."""
 
     @cached_property
     def limits(self) -> tuple[float, float] | None:
@@ -58,14 +58,14 @@ class Schedule(Adaptive, abc.ABC):
         return low, high
 
     def __call__(self, t_B: Tensor, *, shift: float = 1.0) -> Tensor:
-        """Return logSNR, (B,) fp32, at (B,) times, clamped to [0, 1]; integers are indices of discrete steps.
+        """LogSNR, (B,) fp32, at (B,) times, clamped to [0, 1]; integers are indices of discrete steps.
 
         The call's shift is multiplied with the schedule's; the limits stay where they are.
         """
         return self._limited(self._curve(self._time(t_B)) - 2 * math.log(shift * self.shift))
 
     def sample(self, u_B: Tensor, *, shift: float = 1.0) -> Tensor:
-        """Return the training logSNR, (B,) fp32, that belongs to uniform numbers (B,) in [0, 1)."""
+        """Training logSNR, (B,) fp32, that belongs to uniform numbers (B,) in [0, 1)."""
         return self(1 - u_B, shift=shift)
 
     def _time(self, t_B: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Schedule(Adaptive, abc.ABC):
 
 
 def cosine_constants(s: float) -> tuple[Tensor, Tensor]:
-    """Return s and cos^2(s / (1 + s) * pi / 2), both () fp32 on the host.
+    """S and cos^2(s / (1 + s) * pi / 2), both () fp32 on the host.
 
     Rounded to fp32 at every step, as in the original: near data one bit more or less of these moves the
     noise condition by 1e-6, which its embedding multiplies by 10000.
@@ -106,7 +106,7 @@ class _VarianceSchedule(Schedule):
 
     @abc.abstractmethod
     def _variance(self, t_B: Tensor) -> Tensor:
-        """Return a^2 of times, before its range; (B,) fp32 in and out."""
+        """a^2 of times, before its range; (B,) fp32 in and out."""
 
     def _curve(self, t_B: Tensor) -> Tensor:
         low, high = self.clamp_range
@@ -122,7 +122,7 @@ class CosineSchedule(_VarianceSchedule):
         return torch.cos((s + t_B) / (1 + s) * (math.pi / 2)) ** 2 / start
 
     def sample(self, u_B: Tensor, *, shift: float = 1.0) -> Tensor:
-        """Return the training logSNR of uniform numbers, with t = clamp(1.001 - u, 0.001, 1)."""
+        """Training logSNR of uniform numbers, with t = clamp(1.001 - u, 0.001, 1)."""
         return self((1 - u_B + 0.001).clamp(0.001, 1.0), shift=shift)
 
 
@@ -205,7 +205,7 @@ class NormalSchedule(Schedule):
     std: Positive[float]
 
     def sample(self, u_B: Tensor, *, shift: float = 1.0) -> Tensor:
-        """Return the training logSNR of uniform numbers, through the normal's quantiles."""
+        """Training logSNR of uniform numbers, through the normal's quantiles."""
         normal_B: Tensor = torch.special.ndtri((1 - u_B.float()).clamp(2**-24, 1 - 2**-24))
         return -2 * (self.mu + self.std * normal_B) - 2 * math.log(shift * self.shift)
 
@@ -277,7 +277,7 @@ class DDPMSchedule(Schedule):
         super().__post_init__()
 
     def knots(self, device: torch.device) -> Tensor:
-        """Return logSNR of each timestep, (N,) fp32, falling."""
+        """LogSNR of each timestep, (N,) fp32, falling."""
         options = (self.beta_schedule, self.beta_start, self.beta_end, self.num_train_timesteps)
         return _ddpm_logsnr(*options, self.rescale_betas_zero_snr, device)
 
@@ -285,14 +285,14 @@ class DDPMSchedule(Schedule):
         return self.knots(t_B.device)[(t_B * self.num_train_timesteps).round().long().sub(1).clamp(min=0)]
 
     def sample(self, u_B: Tensor, *, shift: float = 1.0) -> Tensor:
-        """Return the training logSNR of uniform numbers: timestep floor((1 - u) * num_train_timesteps)."""
+        """Training logSNR of uniform numbers: timestep floor((1 - u) * num_train_timesteps)."""
         step_B = ((1 - u_B) * self.num_train_timesteps).long().clamp(max=self.num_train_timesteps - 1)
         return self._limited(self.knots(u_B.device)[step_B] - 2 * math.log(shift * self.shift))
 
 
 @lru_cache(maxsize=32)
 def _ddpm_logsnr(kind: str, start: float, end: float, steps: int, zero_snr: bool, device: torch.device) -> Tensor:
-    """Return logSNR of each timestep, (N,) fp32; a^2 is rounded as diffusers rounds it."""
+    """LogSNR of each timestep, (N,) fp32; a^2 is rounded as diffusers rounds it."""
     on_host: Any = {"dtype": torch.float32, "device": "cpu"}
     if kind == "squaredcos_cap_v2":
         bar = [math.cos((i / steps + 0.008) / 1.008 * math.pi / 2) ** 2 for i in range(steps + 1)]
@@ -308,7 +308,7 @@ def _ddpm_logsnr(kind: str, start: float, end: float, steps: int, zero_snr: bool
 
 
 def _with_zero_terminal_snr(beta_N: Tensor) -> Tensor:
-    """Return betas (N,) whose last signal scale is 0 and whose first is unchanged (Lin et al. 2023, algorithm 1)."""
+    """Betas (N,) whose last signal scale is 0 and whose first is unchanged (Lin et al. 2023, algorithm 1)."""
     a_N = (1.0 - beta_N).cumprod(0).sqrt()
     var_N = ((a_N - a_N[-1]) * (a_N[0] / (a_N[0] - a_N[-1]))) ** 2
     return 1 - torch.cat([var_N[:1], var_N[1:] / var_N[:-1]])
@@ -341,7 +341,7 @@ class InterpolatedSchedule(Schedule):
 
 
 def scaled_linear_variances(linear_range: list[float], total_steps: int, device: torch.device) -> Tensor:
-    """Return a^2 at the knots, (total_steps + 1,) fp32, falling (gdf/schedulers)."""
+    """a^2 at the knots, (total_steps + 1,) fp32, falling (gdf/schedulers)."""
     first, last = (math.sqrt(beta) for beta in linear_range)
     beta_N = torch.linspace(first, last, total_steps + 1, dtype=torch.float32, device=device) ** 2
     return (1 - beta_N).cumprod(0)

@@ -20,15 +20,15 @@ class Target(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, x0_BCHW: Tensor, noise_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
-        """Return the target (B, C, H, W) of clean latents and noise."""
+        """Target (B, C, H, W) of clean latents and noise."""
 
     @abc.abstractmethod
     def x0(self, pred_BCHW: Tensor, noised_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
-        """Return the clean latents (B, C, H, W) that a prediction implies."""
+        """Clean latents (B, C, H, W) that a prediction implies."""
 
     @abc.abstractmethod
     def noise(self, pred_BCHW: Tensor, noised_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
-        """Return the noise (B, C, H, W) that a prediction implies."""
+        """Noise (B, C, H, W) that a prediction implies."""
 
 
 class EpsilonTarget(Target):

@@ -27,7 +27,7 @@ class Times(abc.ABC):
 
     @abc.abstractmethod
     def quantile(self, share_B: Tensor) -> Tensor:
-        """Return the times below which lies a share of all, (B,) fp32 in (0, 1) in, in [0, 1] out."""
+        """Times below which lies a share of all, (B,) fp32 in (0, 1) in, in [0, 1] out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class BetaTimes(Times):
 
 @functools.cache
 def _beta_table(alpha: float, beta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return times, and the share of times below each, (N,) fp64.
+    """Times, and the share of times below each, (N,) fp64.
 
     Made on the CPU: CUDA has no deterministic sum of this kind (`run.deterministic`).
     """

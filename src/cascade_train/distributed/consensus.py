@@ -54,7 +54,7 @@ def from_every_rank(work: Callable[[], T], *, group: dist.ProcessGroup | None = 
     outcome, cause = _attempt(work)
     outcomes: list[_Outcome[T] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome, group=group)
-    return [_value(each, cause) for each in cast("list[_Outcome[T]]", outcomes)]
+    return [_value(outcome, cause) for outcome in cast("list[_Outcome[T]]", outcomes)]
 
 
 def _attempt(work: Callable[[], T]) -> tuple[_Outcome[T], Exception | None]:
@@ -68,7 +68,7 @@ def _attempt(work: Callable[[], T]) -> tuple[_Outcome[T], Exception | None]:
 
 
 def _value(outcome: _Outcome[T], cause: Exception | None) -> T:
-    """Return an outcome's value, or raise its error; `cause` is this rank's own."""
+    """Value of an outcome; raises its error, with `cause`, this rank's own, behind it."""
     if outcome.error is None:
         return cast(T, outcome.value)
     if cause is not None and not isinstance(cause, ConfigError | RunError | OSError):

@@ -91,7 +91,7 @@ class Heartbeat:
             raise
 
     def _lost(self) -> RankLostError | None:
-        """Return the first error, or the lost ranks; None if all answer. Only one rank's is not `shared`."""
+        """The first error, or the lost ranks; None if all answer. Only one rank's is not `shared`."""
         try:
             if self._store.check([FIRST_ERROR]):
                 rank, host, step, text, code = json.loads(self._store.get(FIRST_ERROR))

@@ -124,12 +124,12 @@ def compile_units_of(root: nn.Module, units: Sequence[Sequence[nn.Module]], *, h
 
 
 def is_whole(mesh: DeviceMesh, offload: OffloadPolicy | None) -> bool:
-    """Return whether each rank holds all of a module's weights, on the device that computes."""
+    """Whether each rank holds all of a module's weights, on the device that computes."""
     return mesh.size(-1) == 1 and not isinstance(offload, CPUOffloadPolicy)
 
 
 def _whole(module: nn.Module) -> Whole | None:
-    return found() if (found := _WHOLE.get(module)) is not None else None
+    return whole() if (whole := _WHOLE.get(module)) is not None else None
 
 
 def move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
@@ -140,7 +140,7 @@ def move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
-    """Return the device that this rank computes on."""
+    """Device that this rank computes on."""
     is_cuda = mesh.device_type == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device(mesh.device_type)
 
@@ -170,7 +170,7 @@ def refuse_meta(roots: Mapping[str, nn.Module]) -> None:
 
 
 def first_row(parameter: nn.Parameter) -> int:
-    """Return the number of the first row (of the first dimension) that this rank holds; FSDP2 splits like `chunk`."""
+    """Number of the first row (of the first dimension) that this rank holds; FSDP2 splits like `chunk`."""
     if not isinstance(parameter, DTensor):
         return 0
     mesh, rows = parameter.device_mesh, parameter.shape[0]
@@ -178,12 +178,12 @@ def first_row(parameter: nn.Parameter) -> int:
 
 
 def sharded_of(parameters: Iterable[nn.Parameter]) -> list[DTensor]:
-    """Return the parameters of which this rank holds a shard."""
-    return [each for each in parameters if isinstance(each, DTensor)]
+    """Parameters of which this rank holds a shard."""
+    return [parameter for parameter in parameters if isinstance(parameter, DTensor)]
 
 
 def trial_weight(sharded: Sequence[DTensor]) -> nn.Parameter:
-    """Return a matrix with a gradient of zeros, sharded as the smallest of `sharded` is. Collective."""
+    """A matrix with a gradient of zeros, sharded as the smallest of `sharded` is. Collective."""
     mesh = sharded[0].device_mesh
     values = torch.ones(min(2 * mesh.size(-1), *map(len, sharded)), 2, device=mesh.device_type)
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
@@ -193,7 +193,7 @@ def trial_weight(sharded: Sequence[DTensor]) -> nn.Parameter:
 
 
 def offload_policy(enabled: bool, device: torch.device) -> OffloadPolicy:
-    """Return FSDP2's policy: shards, gradients and optimizer state in pinned memory on the host, or on the device."""
+    """FSDP2's policy: shards, gradients and optimizer state in pinned memory on the host, or on the device."""
     if enabled and device.type == "cpu":
         raise ConfigError("parallel.cpu_offload=true: this run computes on the host already. Set it to false.")
     return CPUOffloadPolicy() if enabled else OffloadPolicy()
@@ -202,7 +202,7 @@ def offload_policy(enabled: bool, device: torch.device) -> OffloadPolicy:
 def fits_one_device(
     roots: Sequence[nn.Module], device: torch.device, *, compute_dtype: torch.dtype, state_bytes: Iterable[float]
 ) -> bool:
-    """Return whether weights, gradients and optimizer state take at most 70 % of the device unsharded.
+    """Whether weights, gradients and optimizer state take at most 70 % of the device unsharded.
 
     The rest is for activations and encoders. On a CPU the answer is yes. Weights of another dtype than `compute_dtype`
     have copies in it; of the optimizers' `state_bytes` for each number that trains the largest is taken.
@@ -248,7 +248,7 @@ def settle_gradients(roots: Iterable[nn.Module]) -> None:
 
 
 def groups_of(roots: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
-    """Return the groups over which weights or gradients are exchanged."""
+    """Groups over which weights or gradients are exchanged."""
     roots = list(roots)
     meshes = {sharded.mesh for root in roots if (sharded := _SHARDED.get(root)) is not None}
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
@@ -280,12 +280,12 @@ def evaluating(roots: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor (sharing its memory), or the tensor itself."""
+    """This rank's shard of a DTensor (sharing its memory), or the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() costs 10 times the host time
 
 
 def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return `shard`, on any device, as this rank's part of a tensor that is laid out over the ranks as `tensor` is.
+    """`shard`, on any device, as this rank's part of a tensor that is laid out over the ranks as `tensor` is.
 
     Its rows are those of `tensor`; they may have another shape.
     """
@@ -300,14 +300,14 @@ def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a value that every rank has whole, split as `tensor` is. No communication."""
+    """This rank's part of a value that every rank has whole, split as `tensor` is. No communication."""
     if not isinstance(tensor, DTensor):
         return value
     return local(distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None))
 
 
 def shard_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return this rank's shard as a plain parameter, the same one at each call; a whole parameter as it is.
+    """This rank's shard as a plain parameter, the same one at each call; a whole parameter as it is.
 
     Work on it costs the host what work on plain tensors does: DTensor plans each operation on each tensor.
     """
@@ -319,7 +319,7 @@ def shard_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 @torch.no_grad()
-def lend(shards: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+def alias_shards(shards: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
     """Give each parameter's shard its gradient, and its memory: FSDP2 may move that in the first forward."""
     for parameter, shard in shards:
         if shard is not parameter:
@@ -330,7 +330,7 @@ def lend(shards: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
 
 @torch.no_grad()
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm () of all gradients, over all ranks, with one exchange. Collective."""
+    """Norm () of all gradients, over all ranks, with one exchange. Collective."""
     shards = [local(gradient) for gradient in gradients]
     norm: torch.Tensor
     if any(shard.dtype == torch.bfloat16 for shard in shards):

@@ -98,12 +98,12 @@ def _join() -> World:
 
 
 def first_device() -> torch.device:
-    """Return the device of a process that works alone: the first GPU, else the CPU."""
+    """Device of a process that works alone: the first GPU, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _outside_of_main_thread(work: Callable[[], T]) -> T:
-    """Return what `work` returns; meanwhile this thread handles signals, which it does not in C++."""
+    """Run `work` in another thread: this one handles signals meanwhile, which it cannot while in C++."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -150,7 +150,7 @@ def _not_met(error: Exception) -> str:
 
 
 def own_device(store: dist.Store, rank: int, ranks: int) -> torch.device:
-    """Return the GPU with the rank's number on its machine, or the only visible one, or the CPU. Collective.
+    """GPU with the rank's number on its machine, or the only visible one, or the CPU. Collective.
 
     Ranks compare theirs in the store: a ConfigError on all where two have the same GPU, or only some have one.
     """
@@ -160,7 +160,7 @@ def own_device(store: dist.Store, rank: int, ranks: int) -> torch.device:
     gpu = str(torch.cuda.get_device_properties(index).uuid) if gpus else ""
     store.set(f"gpu_of_{rank}", json.dumps([gpu, gpus, socket.gethostname()]))
     seen: dict[str, int] = {}
-    for other, note in enumerate(store.multi_get([f"gpu_of_{each}" for each in range(ranks)])):
+    for other, note in enumerate(store.multi_get([f"gpu_of_{rank}" for rank in range(ranks)])):
         gpu, count, host = json.loads(note)
         if gpu in seen and gpu:
             raise ConfigError(
@@ -189,7 +189,7 @@ def set_timeout(groups: Sequence[dist.ProcessGroup], seconds: float) -> None:
 def mesh_shape(
     mode: ParallelMode, ranks: int, *, shard_size: int | None, machine_ranks: int, fits: bool
 ) -> tuple[int, int]:
-    """Return (replicate, shard) sizes for a parallel mode.
+    """(replicate, shard) sizes for a parallel mode.
 
     auto is single alone, ddp where the training state `fits` every device unsharded, else fsdp. In hsdp `shard_size`
     ranks share one copy of the weights; None = the `machine_ranks`, those of each machine.
@@ -215,5 +215,5 @@ def mesh_shape(
 
 
 def build_mesh(world: World, shape: tuple[int, int]) -> DeviceMesh:
-    """Return the (replicate, shard) mesh of the given sizes. Collective."""
+    """(replicate, shard) mesh of the given sizes. Collective."""
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))

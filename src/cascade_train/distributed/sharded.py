@@ -35,7 +35,7 @@ SPLITS_CODES = torch.__version__ >= "2.12"
 def gathered_alone(
     root: nn.Module, units: Sequence[Sequence[nn.Module]], *, gather_whole: bool = False
 ) -> list[list[nn.Module]]:
-    """Return the units that are gathered one after the other: none of a small module, whose weights come at once.
+    """Units that are gathered one after the other: none of a small module, whose weights come at once.
 
     Not where those that train have several dtypes: FSDP2 takes one for what it gathers together. With `gather_whole`
     a module's weights come at once, however large it is.
@@ -121,7 +121,7 @@ class _Exchange:
     """
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return new memory for an input or output."""
+        """New memory for an input or output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -133,9 +133,9 @@ class Gather(_Exchange):
     ) -> None:
         """Fill the output (R * N,) from inputs (N,), which may be their parts of it; all has come on return."""
         parts = output_tensor.chunk(group.size())
-        own = parts[group.rank()]
-        if own.data_ptr() != input_tensor.data_ptr():
-            own.copy_(input_tensor)
+        own_part = parts[group.rank()]
+        if own_part.data_ptr() != input_tensor.data_ptr():
+            own_part.copy_(input_tensor)
         sent = [dist.broadcast(part, group_src=rank, group=group, async_op=True) for rank, part in enumerate(parts)]
         for work in sent:
             assert work is not None  # this rank is of the group

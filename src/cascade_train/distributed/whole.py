@@ -130,7 +130,7 @@ class Whole:
             bucket.waiting = len(bucket.masters)
 
     def _make_copies(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
-        """Return the place, the master and the copy of each weight that has another dtype than compute."""
+        """Place, the master and the copy of each weight that has another dtype than compute."""
         slots: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         copies: dict[nn.Parameter, nn.Parameter] = {}
         for module in self._root.modules():
@@ -159,14 +159,14 @@ class Whole:
     def _taker(self, master: nn.Parameter, bucket: Bucket) -> Any:
         mine = weakref.ref(self)  # a tensor's hook must not keep the module that the tensor is of
 
-        def take(given: Tensor) -> None:
-            if given is not master:
-                assert given.grad is not None
+        def take(computed: Tensor) -> None:
+            if computed is not master:
+                assert computed.grad is not None
                 if master.grad is None:
-                    master.grad = given.grad.to(master.dtype)
+                    master.grad = computed.grad.to(master.dtype)
                 else:
-                    master.grad += given.grad
-                given.grad = None
+                    master.grad += computed.grad
+                computed.grad = None
             whole = mine()
             if whole is not None and whole.last and whole.group is not None:
                 bucket.waiting -= 1

@@ -18,7 +18,7 @@ class LrSchedule(abc.ABC):
 
     @abc.abstractmethod
     def factor(self, step: int, max_steps: int) -> float:
-        """Return the factor in [0, 1] for optimizer step `step`, counted from 1."""
+        """Factor in [0, 1] for optimizer step `step`, counted from 1."""
 
 
 def _warmup_factor(step: int, warmup_steps: int) -> float:
@@ -40,7 +40,7 @@ class ConstantSchedule(LrSchedule):
         self.from_zero = from_zero
 
     def factor(self, step: int, max_steps: int) -> float:
-        """Return the warmup factor; `max_steps` does not matter."""
+        """Warmup factor; `max_steps` does not matter."""
         return _warmup_factor(step - int(self.from_zero), self.warmup_steps)
 
 
@@ -59,7 +59,7 @@ class _Decay(LrSchedule):
         self.min_factor = min_factor
 
     def factor(self, step: int, max_steps: int) -> float:
-        """Return the factor at `step` of a run of `max_steps`."""
+        """Factor at `step` of a run of `max_steps`."""
         if step <= self.warmup_steps or max_steps <= self.warmup_steps:
             return _warmup_factor(step, self.warmup_steps)
         remaining = self._remaining(min(step, max_steps) - self.warmup_steps, max_steps - self.warmup_steps)
@@ -67,7 +67,7 @@ class _Decay(LrSchedule):
 
     @abc.abstractmethod
     def _remaining(self, step: int, steps: int) -> float:
-        """Return the share, in [0, 1], that is left of 1 - `min_factor` after `step` of the `steps` of the decay."""
+        """Share, in [0, 1], that is left of 1 - `min_factor` after `step` of the `steps` of the decay."""
 
 
 class CosineDecaySchedule(_Decay):

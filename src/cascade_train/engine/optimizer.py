@@ -49,7 +49,7 @@ class Estimating(Protocol):
     """An algorithm that estimates how far a step goes, whatever its learning rate."""
 
     def estimate(self) -> float:
-        """Return the factor on the learning rate, as it is after the last step."""
+        """Factor on the learning rate, as it is after the last step."""
 
 
 class OptimizerSpec:
@@ -75,25 +75,25 @@ class OptimizerSpec:
         decay: Literal["matrices", "all"] = "matrices",
         lr_factors: list[list[Any]] | dict[str, float] | None = None,
     ) -> None:
-        made = self.made = getattr(algorithm, "func", algorithm)
-        if made in REFUSED:
+        cls = self.algorithm_class = getattr(algorithm, "func", algorithm)
+        if cls in REFUSED:
             raise ValueError(
-                f"optimizer.algorithm={made.__name__} cannot train here: {REFUSED[made]}. Choose another, such as "
+                f"optimizer.algorithm={cls.__name__} cannot train here: {REFUSED[cls]}. Choose another, such as "
                 "torch.optim.AdamW."
             )
-        if inspect.unwrap(getattr(made, "step", len)) is Optimizer.step:
-            raise ValueError(f"optimizer.algorithm={made.__name__} does not define step. Define it.")
+        if inspect.unwrap(getattr(cls, "step", len)) is Optimizer.step:
+            raise ValueError(f"optimizer.algorithm={cls.__name__} does not define step. Define it.")
         try:
             inspect.signature(algorithm).bind([], lr=lr)
         except TypeError as error:
             raise ValueError(
-                f"optimizer.algorithm={made.__name__} is constructed from parameter groups and lr, and its constructor "
+                f"optimizer.algorithm={cls.__name__} is constructed from parameter groups and lr, and its constructor "
                 f"does not take them: {error}. Write 'def __init__(self, params, lr, ...)'."
             ) from error
-        takes = inspect.signature(made).parameters.values()
+        takes = inspect.signature(cls).parameters.values()
         if weight_decay > 0 and not any(p.name == "weight_decay" or p.kind is p.VAR_KEYWORD for p in takes):
             raise ValueError(
-                f"optimizer.weight_decay={weight_decay} has no effect: {made.__name__} has no weight decay. Set "
+                f"optimizer.weight_decay={weight_decay} has no effect: {cls.__name__} has no weight decay. Set "
                 "optimizer.weight_decay=0."
             )
         if lr <= 0:
@@ -110,7 +110,7 @@ class OptimizerSpec:
         self.lr_factors = _checked(lr_factors or {})
 
     def lr_factor(self, name: str) -> float:
-        """Return the factor on the learning rate of a weight; a ConfigError where an expression takes too long."""
+        """Factor on the learning rate of a weight; a ConfigError where an expression takes too long."""
         factors = self.lr_factors.items()
         return next((factor for pattern, factor in factors if is_found("optimizer.lr_factors", pattern, name)), 1.0)
 
@@ -119,9 +119,9 @@ class OptimizerSpec:
         check_found("optimizer.lr_factors", self.lr_factors, names, "weights that train")
 
     def base_lr(self, global_batch_size: int, lr: float | None = None) -> float:
-        """Return the learning rate before the schedule, of what has its own or of all else."""
-        own = self.lr if lr is None else lr
-        return own * global_batch_size if self.scale_lr else own
+        """Learning rate before the schedule, of what has its own or of all else."""
+        base = self.lr if lr is None else lr
+        return base * global_batch_size if self.scale_lr else base
 
     def build(
         self,
@@ -131,7 +131,7 @@ class OptimizerSpec:
         seed: int = 0,
         lrs: Mapping[str, float] = MappingProxyType({}),
     ) -> Optimizer:
-        """Return the algorithm over two groups, with and without weight decay; empty groups are left out. Collective.
+        """Algorithm over two groups, with and without weight decay; empty groups are left out. Collective.
 
         A root, the first part of a name, that is in `lrs` has two groups of its own, with that learning rate, as has
         each of the `lr_factors`. An elementwise algorithm gets the `shard_of` each parameter. Weights in bf16 are
@@ -148,12 +148,14 @@ class OptimizerSpec:
         groups: list[dict[str, Any]] = []
         factors = {name: self.lr_factor(name) for name in parameters}
         for root, factor in itertools.product((None, *lrs), dict.fromkeys((1.0, *self.lr_factors.values()))):
-            own = None if root is None else lrs[root]
-            rate = {} if root is None and factor == 1.0 else {"lr": factor * self.base_lr(global_batch_size, own)}
-            for each, decay in ((decayed, self.weight_decay), (kept, 0.0)):
-                chosen = {name: p for name, p in each.items() if (roots[name], factors[name]) == (root, factor)}
+            lr_of_root = None if root is None else lrs[root]
+            rate = (
+                {} if root is None and factor == 1.0 else {"lr": factor * self.base_lr(global_batch_size, lr_of_root)}
+            )
+            for members, decay in ((decayed, self.weight_decay), (kept, 0.0)):
+                chosen = {name: p for name, p in members.items() if (roots[name], factors[name]) == (root, factor)}
                 groups += [{"params": self._list(chosen), "weight_decay": decay, **rate}] if chosen else []
-        name = getattr(self.made, "__name__", self.algorithm)
+        name = getattr(self.algorithm_class, "__name__", self.algorithm)
         try:
             optimizer = self.algorithm(groups, lr=self.base_lr(global_batch_size))
         except ValueError as error:
@@ -190,16 +192,16 @@ class OptimizerSpec:
         places: Mapping[nn.Parameter, tuple[str, int]],
         seed: int,
     ) -> Optimizer:
-        """Return the algorithm with stochastic rounding; a ConfigError where it does not treat weights one by one."""
+        """Algorithm with stochastic rounding; a ConfigError where it does not treat weights one by one."""
         if not self.rounds(whole):
             raise ConfigError(
-                f"train.master_weights=bf16: {self.made.__name__} needs fp32 masters. Set train.master_weights=fp32, "
-                "or another optimizer: adamw, adamw_8bit, adafactor or lion."
+                f"train.master_weights=bf16: {self.algorithm_class.__name__} needs fp32 masters. Set "
+                "train.master_weights=fp32, or another optimizer: adamw, adamw_8bit, adafactor or lion."
             )
         return StochasticRounding(optimizer, places, seed=seed)
 
     def bytes_per_parameter(self, device: torch.device) -> float:
-        """Return the bytes of state for each number of a large matrix, found by a step on a small one."""
+        """Bytes of state for each number of a large matrix, found by a step on a small one."""
         weight = nn.Parameter(torch.zeros(256, 256, device=device))
         weight.grad = torch.zeros_like(weight)
         optimizer = self.algorithm([{"params": self._list({"weight": weight})}], lr=self.lr)
@@ -208,26 +210,28 @@ class OptimizerSpec:
         return sum(value.numel() * value.element_size() for value in values) / weight.numel()
 
     def rounds(self, parameters: Mapping[str, nn.Parameter] | None = None) -> bool:
-        """Return whether the algorithm treats these weights, None = matrices, one by one: then they train in bf16."""
+        """Whether the algorithm treats these weights, None = matrices, one by one: then they train in bf16."""
         named = parameters or {"weight": nn.Parameter(torch.empty(2, 2))}
-        is_adafactor = isinstance(self.made, type) and issubclass(self.made, torch.optim.Adafactor)
+        is_adafactor = isinstance(self.algorithm_class, type) and issubclass(
+            self.algorithm_class, torch.optim.Adafactor
+        )
         alone = is_adafactor or all(self._by_element(name, p) for name, p in named.items())
-        return alone and not getattr(self.made, "is_schedule_free", False)
+        return alone and not getattr(self.algorithm_class, "is_schedule_free", False)
 
     def _by_element(self, name: str, parameter: nn.Parameter) -> bool:
-        """Return whether the algorithm updates each number of a parameter by itself, so that a shard suffices.
+        """Whether the algorithm updates each number of a parameter by itself, so that a shard suffices.
 
         Its own `by_element` says so, of all or as a function of name and parameter.
         """
-        own = getattr(self.made, "by_element", self.made in ELEMENTWISE)
-        return own(name, parameter) if callable(own) else own
+        by_element = getattr(self.algorithm_class, "by_element", self.algorithm_class in ELEMENTWISE)
+        return by_element(name, parameter) if callable(by_element) else by_element
 
     def _list(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
-        return list(parameters.items() if getattr(self.made, "takes_names", False) else parameters.values())
+        return list(parameters.items() if getattr(self.algorithm_class, "takes_names", False) else parameters.values())
 
     def _works_on(self, weight: nn.Parameter) -> bool:
-        """Return whether the algorithm steps a sharded matrix, tried where that is unknown."""
-        if getattr(self.made, "needs_whole", False):
+        """Whether the algorithm steps a sharded matrix, tried where that is unknown."""
+        if getattr(self.algorithm_class, "needs_whole", False):
             return False
         try:
             self.algorithm([{"params": self._list({"weight": weight})}], lr=self.lr).step()
@@ -251,19 +255,19 @@ def _checked(lr_factors: list[list[Any]] | dict[str, float]) -> dict[str, float]
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether weight decay applies: matrices and kernels, not biases, norms, response norms or tokens."""
+    """Whether weight decay applies: matrices and kernels, not biases, norms, response norms or tokens."""
     return parameter.ndim >= 2 and not name.endswith(NO_DECAY_SUFFIXES) and "token" not in name
 
 
 def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return, per parameter group, the constructor's arguments: the configuration, not the progress."""
+    """The constructor's arguments of each parameter group: the configuration, not the progress."""
     algorithm = getattr(optimizer, "inner", optimizer)
     names = inspect.signature(type(algorithm).__init__).parameters.keys() - {"params"}
     return [{name: group[name] for name in names & group.keys()} for group in optimizer.param_groups]
 
 
 def progress(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return a copy of each parameter group without its parameters."""
+    """A copy of each parameter group without its parameters."""
     return [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
 
 
@@ -276,5 +280,5 @@ def fill_state(optimizer: Optimizer) -> None:
 
 
 def can_withhold(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer can skip an update by a flag on the device (fused Adam and SGD can)."""
+    """Whether the optimizer can skip an update by a flag on the device (fused Adam and SGD can)."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

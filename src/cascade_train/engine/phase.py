@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim import Optimizer
 
 from cascade_train.distributed.parallelize import (
+    alias_shards,
     evaluating,
-    lend,
     like,
     local,
     reshard,
@@ -130,7 +130,7 @@ class BoundPhase:
         running = [each for each in (self.ema, self.post_hoc) if each is not None]
         for each in running:
             each.release()
-        lend(zip(self.parameters.values(), self._updated.values(), strict=True))
+        alias_shards(zip(self.parameters.values(), self._updated.values(), strict=True))
         self.optimizer.step()
         self.clear_gradients()
         for each in running:
@@ -217,7 +217,7 @@ class BoundPhase:
     def _averages(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and this rank's parts of the optimizer's own average of the weights, if it has one."""
         if isinstance(self.optimizer, Averaging):
-            lend(zip(self.parameters.values(), self._updated.values(), strict=True))
+            alias_shards(zip(self.parameters.values(), self._updated.values(), strict=True))
             names = {id(p): name for name, p in self._updated.items()}
             for parameter, value in self.optimizer.averages():
                 yield names[id(parameter)], value

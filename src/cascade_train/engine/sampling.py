@@ -97,7 +97,7 @@ class SampleGrid:
         if any(phase.ema is not None for phase in self.phases):
             with averaged(self.phases), evaluated(self.phases):
                 columns[f"ema_{self.painter.result}"] = self._paint(image_BCHW)
-        return {title: to_images(each) for title, each in columns.items()}
+        return {title: to_images(images) for title, images in columns.items()}
 
     def _paint(self, image_BCHW: Tensor | None) -> Tensor:
         return self.painter.paint(self.spec.captions, image_BCHW, self._generators)
@@ -108,13 +108,13 @@ class SampleGrid:
 
 
 def to_images(image_BCHW: Tensor) -> list[Image.Image]:
-    """Return PIL images of (B, 3, H, W) float in [0, 1]."""
+    """PIL images of (B, 3, H, W) float in [0, 1]."""
     pixels = image_BCHW.mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
     return [Image.fromarray(picture) for picture in pixels]
 
 
 def compose_grid(captions: Sequence[str], columns: dict[str, list[Image.Image]]) -> Image.Image:
-    """Return one picture: a row per caption, a titled column per kind of image, captions at the left."""
+    """One picture: a row per caption, a titled column per kind of image, captions at the left."""
     title_px = 24
     width = LABEL_PX + CELL_PX * len(columns)
     grid = Image.new("RGB", (width, title_px + CELL_PX * len(captions)), "white")

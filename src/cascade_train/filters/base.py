@@ -52,7 +52,7 @@ class ControlFilter(abc.ABC):
     deterministic: bool = True
 
     def sample_transform(self) -> SampleTransform:
-        """Return the half that runs in the workers; it can be pickled. By default it makes nothing.
+        """Function that data workers apply to a picture; can be pickled. By default it makes nothing.
 
         Every array it returns is named `control_…`. Called once in each training process, before any worker starts.
         Raises as `build`.
@@ -68,11 +68,11 @@ class ControlFilter(abc.ABC):
         """
 
     def preview(self, control_BCHW: Tensor, image_BCHW: Tensor | None = None) -> Tensor:
-        """Return images (B, 3, h, w) in [0, 1] of maps (B, C, h, w), over pictures (B, 3, H, W) if known."""
+        """Images (B, 3, h, w) in [0, 1] of maps (B, C, h, w), over pictures (B, 3, H, W) if known."""
         return to_colours(control_BCHW)
 
     def node(self) -> dict[str, Any]:
-        """Return the filter as a configuration node, for the metadata of weights."""
+        """Filter as a configuration node, for the metadata of weights."""
         arguments = {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
         return {"_target_": f"{type(self).__module__}.{type(self).__qualname__}", **arguments}
 
@@ -84,61 +84,61 @@ class ImageFilter(ControlFilter):
 
     @abc.abstractmethod
     def apply(self, image: np.ndarray, generator: torch.Generator) -> np.ndarray:
-        """Return the map (C, h, w) of one picture (3, H, W) uint8 RGB; random choices come from `generator` alone.
+        """Map (C, h, w) of one picture (3, H, W) uint8 RGB; random choices come from `generator` alone.
 
         A uint8 map stands for value / 255, a float32 map for itself. Pictures of one size have maps of one size.
         """
 
     def sample_transform(self) -> SampleTransform:
-        """Return `apply` as the workers call it."""
+        """`apply` as the workers call it."""
         return self._make
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
-        """Return the map as `apply` made it, or at the size of the pictures, in fp32."""
+        """Converts the workers' map to fp32, at its own size or that of the pictures."""
         return map_at_picture_size if self.at_picture_size else float_map
 
     def _make(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
-        made = np.asarray(self.apply(image, generator))
-        if made.ndim != 3 or made.shape[0] != self.channels or made.dtype not in (np.uint8, np.float32):
+        map_CHW = np.asarray(self.apply(image, generator))
+        if map_CHW.ndim != 3 or map_CHW.shape[0] != self.channels or map_CHW.dtype not in (np.uint8, np.float32):
             raise ConfigError(
-                f"task.filter: {type(self).__name__} made a map of shape {made.shape} and {made.dtype}; it must be"
-                f" ({self.channels}, height, width), uint8 or float32: mend `apply`, or `channels`"
+                f"task.filter: {type(self).__name__} made a map of shape {map_CHW.shape} and {map_CHW.dtype}; it must"
+                f" be ({self.channels}, height, width), uint8 or float32: mend `apply`, or `channels`"
             )
-        return {"control_map": made}
+        return {"control_map": map_CHW}
 
 
 def map_maker(control_filter: ControlFilter, *, device: torch.device, encode: Encode) -> ControlMap:
-    """Return the half on the device; a ConfigError as of `build`, and for maps not (B, C, h, w)."""
+    """`build`, with a check of its maps: a ConfigError unless they are (B, C, h, w)."""
     make = control_filter.build(device=device, encode=encode)
 
-    def made(image_BCHW: Tensor, arrays: Mapping[str, Tensor]) -> Tensor:
+    def make_map(image_BCHW: Tensor, arrays: Mapping[str, Tensor]) -> Tensor:
         map_BCHW, wanted = make(image_BCHW, arrays), (len(image_BCHW), control_filter.channels)
         if not isinstance(map_BCHW, Tensor) or map_BCHW.ndim != 4 or map_BCHW.shape[:2] != wanted:
-            found = tuple(map_BCHW.shape) if isinstance(map_BCHW, Tensor) else type(map_BCHW).__name__
+            shape = tuple(map_BCHW.shape) if isinstance(map_BCHW, Tensor) else type(map_BCHW).__name__
             raise ConfigError(
-                f"task.filter: {type(control_filter).__name__} made maps of {found}; they must be a tensor of"
+                f"task.filter: {type(control_filter).__name__} made maps of {shape}; they must be a tensor of"
                 f" {wanted} x height x width: mend what `build` returns, or `channels`"
             )
         return map_BCHW
 
-    return made
+    return make_map
 
 
 def make_nothing(image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
-    """Return nothing: the workers' half of a filter that has none."""
+    """Nothing: for filters that do all on the device."""
     return {}
 
 
 @torch.no_grad()
-def float_map(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
-    """Return the workers' `control_map`, (B, C, h, w) fp32; of uint8, 255 becomes 1."""
-    map_BCHW = made["control_map"]
+def float_map(image_BCHW: Tensor, maps: Mapping[str, Tensor]) -> Tensor:
+    """The workers' `control_map` in fp32, (B, C, h, w); uint8 is divided by 255."""
+    map_BCHW = maps["control_map"]
     return map_BCHW / 255 if map_BCHW.dtype == torch.uint8 else map_BCHW.float()
 
 
-def map_at_picture_size(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
-    """Return the workers' `control_map` at the size of the pictures, (B, C, H, W) fp32."""
-    return resize_map(float_map(image_BCHW, made), image_BCHW.shape[-2:])
+def map_at_picture_size(image_BCHW: Tensor, maps: Mapping[str, Tensor]) -> Tensor:
+    """The workers' `control_map`, resized to the pictures, (B, C, H, W) fp32."""
+    return resize_map(float_map(image_BCHW, maps), image_BCHW.shape[-2:])
 
 
 def transform_images(
@@ -146,8 +146,8 @@ def transform_images(
 ) -> dict[str, Tensor]:
     """Apply a `sample_transform` to pictures (B, 3, H, W) uint8; returns tensors (B, …) by name."""
     pairs = zip(image_BCHW.numpy(), generators, strict=True)
-    made = [transform(image, generator) for image, generator in pairs]
-    return {name: torch.from_numpy(np.stack([each[name] for each in made])) for name in made[0]}
+    rows = [transform(image, generator) for image, generator in pairs]
+    return {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
 
 
 def resize_map(map_BCHW: Tensor, size: Sequence[int]) -> Tensor:
@@ -180,7 +180,7 @@ def between(low: float, high: float, generator: torch.Generator) -> float:
 
 
 def to_colours(control_BCHW: Tensor) -> Tensor:
-    """Return colours (B, 3, h, w) in [0, 1] of maps of any number of channels.
+    """Colours (B, 3, h, w) in [0, 1] of maps of any number of channels.
 
     One channel becomes grey, the first three of three or four red, green and blue; of more, each channel gets a hue of
     the colour wheel, and each picture is scaled to its range.
@@ -198,7 +198,7 @@ def to_colours(control_BCHW: Tensor) -> Tensor:
 
 
 def disc(diameter: int) -> np.ndarray:
-    """Return a disc (diameter, diameter) uint8, 1 inside (Stable Cascade, modules/controlnet.py)."""
+    """A disc (diameter, diameter) uint8, 1 inside (Stable Cascade, modules/controlnet.py)."""
     square = np.linspace(-0.5, 0.5, diameter, dtype=np.float32) ** 2
     return (square[None, :] + square[:, None] < DISC).astype(np.uint8)
 

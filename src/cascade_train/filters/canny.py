@@ -34,11 +34,11 @@ class CannyFilter(ImageFilter):
             raise ValueError(f"low={self.low}, high={self.high}: edges need 0 <= low <= high; raise high, or lower low")
 
     def apply(self, image: np.ndarray, generator: torch.Generator) -> np.ndarray:
-        """Return the edges of one picture, (1, h, w) uint8, 0 or 255, at the size of the copy."""
+        """Edges of one picture, (1, h, w) uint8, 0 or 255, at the size of the copy."""
         return self.edges(torch.from_numpy(image).float())
 
     def edges(self, image_CHW: Tensor) -> np.ndarray:
-        """Return the edges (1, h, w) uint8, 0 or 255, of a picture (3, H, W) float in [0, 255]."""
+        """Edges (1, h, w) uint8, 0 or 255, of a picture (3, H, W) float in [0, 255]."""
         cv2 = opencv()
         if self.resize is not None:
             image_CHW = resize_map(image_CHW[None], (self.resize, self.resize))[0]

@@ -73,48 +73,48 @@ class IdentityFilter(ControlFilter):
         self.deterministic = self.p_drop in (0.0, 1.0) and self.p_full in (0.0, 1.0)
 
     def sample_transform(self) -> SampleTransform:
-        """Return what finds faces, once both networks were read."""
+        """Detects and embeds faces in the workers; both networks are opened now, so that a bad file fails early."""
         self._sessions()
         return self._find
 
     def _sessions(self) -> list[Session]:
-        """Return detector and recogniser, which are opened once in each process."""
+        """Detector and recogniser, which are opened once in each process."""
         sessions = []
         for source, known, wanted in ((self.detector, DETECTOR, OUTPUTS), (self.recogniser, RECOGNISER, 1)):
             sessions.append(open_session(source, known))
-            found = len(sessions[-1].get_outputs())
-            if found != wanted:
-                raise ConfigError(f"{known.key}={source}: is a network of {found} outputs, not of {wanted}. {known}")
+            outputs = len(sessions[-1].get_outputs())
+            if outputs != wanted:
+                raise ConfigError(f"{known.key}={source}: is a network of {outputs} outputs, not of {wanted}. {known}")
         return sessions
 
     def _find(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
         pixels = np.ascontiguousarray(image.transpose(1, 2, 0))
         detector, recogniser = self._sessions()
-        found = detect(detector, pixels, max_faces=self.max_faces)
+        seen = detect(detector, pixels, max_faces=self.max_faces)
         faces = np.zeros((self.max_faces, WIDTH), dtype=np.float32)
-        for place, landmarks in enumerate(found.landmarks):
+        for place, landmarks in enumerate(seen.landmarks):
             faces[place] = recognise(recogniser, pixels, landmarks)
-        return {"control_faces": faces, "control_cells": self._cells(found, pixels.shape[:2], generator)}
+        return {"control_faces": faces, "control_cells": self._cells(seen, pixels.shape[:2], generator)}
 
-    def _cells(self, found: Faces, size: tuple[int, int], generator: torch.Generator) -> np.ndarray:
-        """Return left, top, right, bottom of each face in the map, (max_faces, 4) int32; 0 = none."""
+    def _cells(self, seen: Faces, size: tuple[int, int], generator: torch.Generator) -> np.ndarray:
+        """Left, top, right, bottom of each face in the map, (max_faces, 4) int32; 0 = none."""
         cells = np.zeros((self.max_faces, 4), dtype=np.int32)
-        for place, box in enumerate(found.boxes):
+        for place, box in enumerate(seen.boxes):
             dropped, full = between(0, 1, generator) < self.p_drop, between(0, 1, generator) < self.p_full
             if dropped:
                 continue
             left, top, right, bottom = np.rint(np.maximum(np.trunc(box) / STRIDE, 0)).astype(int)
             cells[place] = left, top, max(right, left + 1), max(bottom, top + 1)
-            if full and len(found.boxes) == 1:
+            if full and len(seen.boxes) == 1:
                 cells[place] = 0, 0, *grid(size)[::-1]
         return cells
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
-        """Return what paints faces, (B, 512, H / 32, W / 32); a later face covers those before it."""
+        """Draws embeddings into maps, (B, 512, H / 32, W / 32); a later face covers earlier ones."""
         return paint_faces
 
     def preview(self, control_BCHW: Tensor, image_BCHW: Tensor | None = None) -> Tensor:
-        """Return colours of the vectors, over the pictures where they are known."""
+        """Colours of the vectors, over the pictures where they are known."""
         colours_BCHW = super().preview(control_BCHW)
         if image_BCHW is None:
             return colours_BCHW
@@ -124,19 +124,19 @@ class IdentityFilter(ControlFilter):
 
 
 def grid(size: tuple[int, int]) -> tuple[int, int]:
-    """Return height and width of the map of a picture of `size` (height, width); at least 1."""
+    """Height and width of the map of a picture of `size` (height, width); at least 1."""
     height, width = size
     return max(1, height // STRIDE), max(1, width // STRIDE)
 
 
 @torch.no_grad()
-def paint_faces(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
-    """Return maps (B, 512, h, w) of faces (B, F, 512) in their cells (B, F, 4)."""
+def paint_faces(image_BCHW: Tensor, maps: Mapping[str, Tensor]) -> Tensor:
+    """Maps (B, 512, h, w) of faces (B, F, 512) in their cells (B, F, 4)."""
     height, width = image_BCHW.shape[-2:]
     height, width = grid((height, width))
     down, across = (torch.arange(side, device=image_BCHW.device) for side in (height, width))
     map_BCHW = image_BCHW.new_zeros(len(image_BCHW), WIDTH, height, width)
-    for cells_B4, face_BC in zip(made["control_cells"].unbind(1), made["control_faces"].unbind(1), strict=True):
+    for cells_B4, face_BC in zip(maps["control_cells"].unbind(1), maps["control_faces"].unbind(1), strict=True):
         left_B1, top_B1, right_B1, bottom_B1 = cells_B4[..., None].unbind(1)
         rows, columns = (down >= top_B1) & (down < bottom_B1), (across >= left_B1) & (across < right_B1)
         inside = rows[:, None, :, None] & columns[:, None, None, :]
@@ -170,7 +170,7 @@ def detect(detector: Session, image: np.ndarray, *, max_faces: int) -> Faces:
 
 
 def letterbox(image: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return a picture (H, W, 3) in the corner of the detector's square, and by how much it was scaled."""
+    """A picture (H, W, 3) in the corner of the detector's square, and by how much it was scaled."""
     cv2 = opencv()
     height, width = image.shape[:2]
     longer = max(height, width)
@@ -181,21 +181,21 @@ def letterbox(image: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def _candidates(outputs: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Return scores (N,), boxes (N, 4) and landmarks (N, 5, 2) of each grid, in the detector's pixels."""
-    found = []
+    """Scores (N,), boxes (N, 4) and landmarks (N, 5, 2) of each grid, in the detector's pixels."""
+    candidates = []
     for place, stride in enumerate(STRIDES):
         of_grid = outputs[place :: len(STRIDES)]
-        score, distance, offset = (each.reshape(-1, n) for each, n in zip(of_grid, (1, 4, 10), strict=True))
+        score, distance, offset = (output.reshape(-1, n) for output, n in zip(of_grid, (1, 4, 10), strict=True))
         side = DETECTOR_SIDE // stride
         down, across = np.mgrid[:side, :side] * float(stride)
         middle = np.stack([across, down], axis=-1).reshape(-1, 1, 2).repeat(ANCHORS, axis=0).astype(np.float32)
         corners = np.array([[-1.0], [1.0]], dtype=np.float32) * distance.reshape(-1, 2, 2) * stride
-        found.append((score[:, 0], (middle + corners).reshape(-1, 4), middle + offset.reshape(-1, 5, 2) * stride))
-    return found
+        candidates.append((score[:, 0], (middle + corners).reshape(-1, 4), middle + offset.reshape(-1, 5, 2) * stride))
+    return candidates
 
 
 def suppress_overlaps(boxes: np.ndarray) -> np.ndarray:
-    """Return the rows of boxes (N, 4), the best first, without those that overlap a better one."""
+    """Rows of boxes (N, 4), the best first, without those that overlap a better one."""
     sizes = boxes[:, 2:] - boxes[:, :2] + 1
     ranks = np.arange(len(boxes), 0, -1)
     kept = opencv().dnn.NMSBoxes(np.hstack([boxes[:, :2], sizes]).tolist(), ranks.tolist(), 0.0, OVERLAP_THRESHOLD)
@@ -203,24 +203,24 @@ def suppress_overlaps(boxes: np.ndarray) -> np.ndarray:
 
 
 def prominence(boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Return area - 2 distance² from the picture's middle, (N,), by which InsightFace chooses."""
+    """Area - 2 distance² from the picture's middle, (N,), by which InsightFace chooses."""
     area = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
     middle = (boxes[:, :2] + boxes[:, 2:]) / 2 - np.array([size[1] // 2, size[0] // 2])
     return area - 2 * (middle**2).sum(axis=1)
 
 
 def recognise(recogniser: Session, image: np.ndarray, landmarks: np.ndarray) -> np.ndarray:
-    """Return a face's embedding, (512,) float32 of length 1, by a picture (H, W, 3) uint8 RGB and landmarks (5, 2)."""
+    """A face's embedding, (512,) float32 of length 1, by a picture (H, W, 3) uint8 RGB and landmarks (5, 2)."""
     cv2 = opencv()
     face = cv2.warpAffine(image, similarity(landmarks, LANDMARKS), (FACE_SIDE, FACE_SIDE), borderValue=0)
     network_input = ((face.astype(np.float32) - 127.5) / 127.5).transpose(2, 0, 1)[None]
-    [found] = recogniser.run(None, {recogniser.get_inputs()[0].name: network_input})
-    who = found.reshape(-1)
+    [embedding] = recogniser.run(None, {recogniser.get_inputs()[0].name: network_input})
+    who = embedding.reshape(-1)
     return who / max(np.linalg.norm(who), 1e-12)
 
 
 def similarity(source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return the (2, 3) rotation, scale and shift that best takes points (N, 2) to others (Umeyama 1991)."""
+    """(2, 3) rotation, scale and shift that best takes points (N, 2) to others (Umeyama 1991)."""
     source_mean, target_mean = source.mean(axis=0), target.mean(axis=0)
     centred = source - source_mean
     u, d, vt = np.linalg.svd((target - target_mean).T @ centred / len(source))

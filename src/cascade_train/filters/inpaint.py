@@ -67,7 +67,7 @@ class InpaintFilter(ControlFilter):
         self.deterministic = self.weights is not None and fixed
 
     def sample_transform(self) -> SampleTransform:
-        """Return what draws the hole, or the sample's threshold for a network."""
+        """Draws the hole, or the sample's threshold where a network finds it."""
         if self.weights is None:
             return self._draw_mask
         find_file(self.weights, SALIENCY)
@@ -93,22 +93,22 @@ class InpaintFilter(ControlFilter):
         load_weights(network, self.weights, SALIENCY, device=device)
 
         @torch.no_grad()
-        def salient(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
-            mask_B1HW = salient_mask(network, image_BCHW, made["control_threshold"], made["control_outpaint"])
+        def salient(image_BCHW: Tensor, maps: Mapping[str, Tensor]) -> Tensor:
+            mask_B1HW = salient_mask(network, image_BCHW, maps["control_threshold"], maps["control_outpaint"])
             return mask_images(image_BCHW, {"control_mask": mask_B1HW})
 
         return salient
 
 
 @torch.no_grad()
-def mask_images(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
-    """Return pictures (B, 3, H, W) with 1 in the hole `control_mask`, (B, 1, H, W), and the hole: (B, 4, H, W)."""
-    mask_B1HW = made["control_mask"].bool()
+def mask_images(image_BCHW: Tensor, maps: Mapping[str, Tensor]) -> Tensor:
+    """Pictures (B, 3, H, W) with 1 in the hole `control_mask`, (B, 1, H, W), and the hole: (B, 4, H, W)."""
+    mask_B1HW = maps["control_mask"].bool()
     return torch.cat([image_BCHW.masked_fill(mask_B1HW, 1.0), mask_B1HW.to(image_BCHW.dtype)], dim=1)
 
 
 def salient_mask(network: SaliencyNetwork, image_BCHW: Tensor, threshold_B111: Tensor, outpaint_B111: Tensor) -> Tensor:
-    """Return the rounded mask (B, 1, H, W) bool of what is salient in pictures (B, 3, H, W), or of all else."""
+    """Rounded mask (B, 1, H, W) bool of what is salient in pictures (B, 3, H, W), or of all else."""
     height, width = image_BCHW.shape[-2:]
     shorter = min(height, width)
     size = [min(SALIENCY_SIDE * side // shorter, SALIENCY_SIDE * LONGEST) for side in (height, width)]
@@ -173,7 +173,7 @@ def _bent_line(height: int, width: int, size: float, generator: torch.Generator)
 
 
 def normalised(pad: int, channels: int, out: int, kernel: int, stride: int = 1) -> list[nn.Module]:
-    """Return a mirrored border, a convolution and an instance norm."""
+    """A mirrored border, a convolution and an instance norm."""
     return [nn.ReflectionPad2d(pad), nn.Conv2d(channels, out, kernel, stride), nn.InstanceNorm2d(out, affine=True)]
 
 

@@ -62,7 +62,7 @@ class NetworkMap(ControlFilter):
         return (image_BCHW - mean) / std
 
     def network_map(self, output: Tensor) -> Tensor:
-        """Return maps (B, channels, h, w) fp32 of an output, (B, C, h, w) or (B, h, w); else a ConfigError."""
+        """Maps (B, channels, h, w) fp32 of an output, (B, C, h, w) or (B, h, w); else a ConfigError."""
         map_BCHW = output.float()[:, None] if output.dim() == 3 else output.float()
         if map_BCHW.dim() != 4 or map_BCHW.shape[1] < self.channels:
             raise ConfigError(
@@ -99,9 +99,9 @@ class NetworkFilter(NetworkMap):
             part.training = False
 
         @torch.no_grad()
-        def by_network(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
-            found = self._chosen(network(self.network_input(image_BCHW)))
-            return resize_map(self.network_map(found), image_BCHW.shape[-2:])
+        def by_network(image_BCHW: Tensor, maps: Mapping[str, Tensor]) -> Tensor:
+            output = self._chosen(network(self.network_input(image_BCHW)))
+            return resize_map(self.network_map(output), image_BCHW.shape[-2:])
 
         return by_network
 
@@ -117,7 +117,7 @@ class NetworkFilter(NetworkMap):
         return returned
 
     def node(self) -> dict[str, Any]:
-        """Return the filter as a configuration node, the network as one of its own."""
+        """Filter as a configuration node, the network as one of its own."""
         make: Any = self.network
         target = {"_target_": f"{make.func.__module__}.{make.func.__qualname__}", "_partial_": True}
         return {**super().node(), "network": {**target, **make.keywords}}
@@ -152,11 +152,11 @@ class OnnxFilter(NetworkMap):
         super().__post_init__()
 
     def sample_transform(self) -> SampleTransform:
-        """Return the workers' half, once the network was read and found to fit."""
+        """Runs the network in the workers; it is opened and checked now."""
         session = open_session(self.weights, ONNX_NETWORK)
-        inputs, outputs = session.get_inputs(), [each.name for each in session.get_outputs()]
+        inputs, outputs = session.get_inputs(), [output.name for output in session.get_outputs()]
         if len(inputs) != 1 or inputs[0].type != "tensor(float)":
-            takes = ", ".join(f"{each.name} {each.type}" for each in inputs)
+            takes = ", ".join(f"{node.name} {node.type}" for node in inputs)
             rule = "it must take one fp32 input, a picture (1, 3, height, width)"
             raise ConfigError(f"task.filter.weights={self.weights}: takes {takes}; {rule}")
         fixed = [side for side in inputs[0].shape[2:] if isinstance(side, int)]
@@ -170,9 +170,9 @@ class OnnxFilter(NetworkMap):
         session = open_session(self.weights, ONNX_NETWORK)
         seen = self.network_input(torch.from_numpy(image)[None].float() / 255)
         wanted = [self.output or session.get_outputs()[0].name]
-        [found] = session.run(wanted, {session.get_inputs()[0].name: seen.numpy()})
-        return {"control_map": self.network_map(torch.from_numpy(found))[0].numpy()}
+        [output] = session.run(wanted, {session.get_inputs()[0].name: seen.numpy()})
+        return {"control_map": self.network_map(torch.from_numpy(output))[0].numpy()}
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
-        """Return the map at the size of the pictures."""
+        """Map at the size of the pictures."""
         return map_at_picture_size

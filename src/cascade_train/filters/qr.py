@@ -41,7 +41,7 @@ class BrightnessFilter(ImageFilter):
         self.deterministic = not self.blobify
 
     def apply(self, image: np.ndarray, generator: torch.Generator) -> np.ndarray:
-        """Return 0, 0.5 or 1 at each pixel of the copy, (1, h, w) float32."""
+        """0, 0.5 or 1 at each pixel of the copy, (1, h, w) float32."""
         value = self.value(torch.from_numpy(image).float() / 255)
         if self.blobify:
             kernel, blur = pick(self.dilation_kernels, generator), pick(self.blur_kernels, generator)
@@ -49,7 +49,7 @@ class BrightnessFilter(ImageFilter):
         return levels(value, value)[None]
 
     def value(self, image_CHW: Tensor) -> np.ndarray:
-        """Return the value of HSV, (h, w) float32, of the copy of a picture (3, H, W) float in [0, 1]."""
+        """Value of HSV, (h, w) float32, of the copy of a picture (3, H, W) float in [0, 1]."""
         if self.resize is not None:
             image_CHW = resize_map(image_CHW[None], (self.resize, self.resize))[0]
         return image_CHW.amax(dim=0).numpy()
@@ -66,7 +66,7 @@ def blobs(value: np.ndarray, kernel: int, blur: int, sigma: float) -> np.ndarray
 
 
 def levels(value: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Return 0, 0.5 or 1, float32, at each pixel of `value`, by the range of `reference`."""
+    """0, 0.5 or 1, float32, at each pixel of `value`, by the range of `reference`."""
     low, high = reference.min(), reference.max()
     margin = (high - low) * np.float32(LEVEL_SHARE)
     bright, dark = value > high - margin, value < low + margin

@@ -76,7 +76,7 @@ class SketchFilter(ControlFilter):
         self.deterministic = fixed and len(set(self.dilation_kernels)) == 1
 
     def sample_transform(self) -> SampleTransform:
-        """Return what draws width of line and threshold."""
+        """Draws line width and threshold."""
         find_file(self.weights, EDGES)
         return self._draw
 
@@ -94,7 +94,7 @@ class SketchFilter(ControlFilter):
         load_weights(network, self.weights, EDGES, device=device)
 
         @torch.no_grad()
-        def sketched(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
+        def sketched(image_BCHW: Tensor, maps: Mapping[str, Tensor]) -> Tensor:
             size = image_BCHW.shape[-2:]
             if self.resize is None and min(size) < SMALLEST_SIDE:
                 raise ConfigError(
@@ -103,28 +103,28 @@ class SketchFilter(ControlFilter):
                 )
             edges_B1HW = network(resize_map(image_BCHW, size if self.resize is None else (self.resize, self.resize)))
             thick = torch.stack([dilate(edges_B1HW, kernel) for kernel in self.dilation_kernels])
-            chosen_B1HW = thick[made["control_kernel"], torch.arange(len(image_BCHW), device=image_BCHW.device)]
+            chosen_B1HW = thick[maps["control_kernel"], torch.arange(len(image_BCHW), device=image_BCHW.device)]
             if self.binarize:
-                chosen_B1HW = (chosen_B1HW > made["control_threshold"]).float()
+                chosen_B1HW = (chosen_B1HW > maps["control_threshold"]).float()
             return resize_map(chosen_B1HW, size)
 
         return sketched
 
 
 def central(weight: Tensor) -> Tensor:
-    """Return the kernel (O, I, 3, 3) that weighs each pixel's difference from the middle one (eq. 3)."""
+    """Kernel (O, I, 3, 3) that weighs each pixel's difference from the middle one (eq. 3)."""
     middle = torch.zeros_like(weight)
     middle[..., 1, 1] = weight.sum(dim=(2, 3))
     return weight - middle
 
 
 def angular(weight: Tensor) -> Tensor:
-    """Return the kernel (O, I, 3, 3) of each pixel's difference from the next one around (eq. 4)."""
+    """Kernel (O, I, 3, 3) of each pixel's difference from the next one around (eq. 4)."""
     return weight - weight.flatten(2)[..., NEXT_AROUND].view_as(weight)
 
 
 def radial(weight: Tensor) -> Tensor:
-    """Return the kernel (O, I, 5, 5) that weighs differences of an outer and an inner ring (eq. 5)."""
+    """Kernel (O, I, 5, 5) that weighs differences of an outer and an inner ring (eq. 5)."""
     ring = weight.flatten(2)[..., 1:]
     kernel = weight.new_zeros(*weight.shape[:2], 25)
     kernel[..., OUTER], kernel[..., INNER] = ring, -ring

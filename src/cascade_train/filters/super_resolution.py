@@ -32,8 +32,8 @@ class SuperResolutionFilter(ControlFilter):
             raise ValueError(f"scale_factor={self.scale_factor}: takes detail away, give a number above 0, at most 1")
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
-        """Return the map of pictures alone."""
-        return lambda image_BCHW, made: coarsen(image_BCHW.detach(), self.scale_factor)
+        """Map of pictures alone."""
+        return lambda image_BCHW, maps: coarsen(image_BCHW.detach(), self.scale_factor)
 
 
 class LatentSuperResolutionFilter(SuperResolutionFilter):
@@ -45,10 +45,10 @@ class LatentSuperResolutionFilter(SuperResolutionFilter):
     channels = LATENT_CHANNELS
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
-        """Return the map by `encode`; each latent is repeated to its share of the picture."""
+        """Map by `encode`; each latent is repeated to its share of the picture."""
 
         @torch.no_grad()
-        def latents(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
+        def latents(image_BCHW: Tensor, maps: Mapping[str, Tensor]) -> Tensor:
             latent_BCHW = self._encoded(encode, shrink(image_BCHW, self.scale_factor))
             size = [round(side / self.scale_factor) for side in latent_BCHW.shape[-2:]]
             return F.interpolate(latent_BCHW, size=size, mode="nearest")
@@ -71,18 +71,18 @@ class LatentSuperResolutionFilter(SuperResolutionFilter):
         return latent_BCHW
 
     def preview(self, control_BCHW: Tensor, image_BCHW: Tensor | None = None) -> Tensor:
-        """Return the coarse pictures where they are known, else the colours of their latents."""
+        """Coarse pictures where they are known, else the colours of their latents."""
         if image_BCHW is None:
             return super().preview(control_BCHW)
         return coarsen(image_BCHW, self.scale_factor)
 
 
 def shrink(image_BCHW: Tensor, scale_factor: float) -> Tensor:
-    """Return nearest pixels (B, C, h, w) of a smaller copy; at least one."""
+    """Nearest pixels (B, C, h, w) of a smaller copy; at least one."""
     size = [max(1, int(side * scale_factor)) for side in image_BCHW.shape[-2:]]
     return F.interpolate(image_BCHW, size=size, mode="nearest")
 
 
 def coarsen(image_BCHW: Tensor, scale_factor: float) -> Tensor:
-    """Return pictures (B, C, H, W) of their own size with the detail of a smaller copy."""
+    """Pictures (B, C, H, W) of their own size with the detail of a smaller copy."""
     return F.interpolate(shrink(image_BCHW, scale_factor), size=image_BCHW.shape[-2:], mode="nearest")

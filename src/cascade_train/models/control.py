@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 Conditions = dict[str, Tensor]
 """Keyword arguments of the network beside the noised latent and the timestep ratio."""
 
-Steering = Callable[[Tensor, Tensor, Conditions], dict[int, Tensor]]
+ControlResiduals = Callable[[Tensor, Tensor, Conditions], dict[int, Tensor]]
 """Maps noised latents (B, C, H, W), timestep ratios (B,) and conditions to what is added in the network, by block.
 
 The latents may be several copies of the batch, one after the other.
@@ -80,7 +80,7 @@ class Control(abc.ABC):
         """Load another network from a run, its export or a file, named by `key`; a ConfigError if it does not fit."""
 
     @abc.abstractmethod
-    def steer(self, control_BCHW: Tensor) -> Steering:
+    def residuals(self, control_BCHW: Tensor) -> ControlResiduals:
         """Return what maps (B, C, h, w) fp32 add in the stage's network."""
 
     @abc.abstractmethod

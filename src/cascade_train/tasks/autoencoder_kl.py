@@ -27,7 +27,7 @@ class Lpips(Perceptual):
     """LPIPS on VGG-16, version 0.1 (Zhang et al. 2018), switched on by weights of VGG-16."""
 
     def build(self, device: torch.device) -> FeatureDistance | None:
-        """Return the distance on `device`; None = off."""
+        """Distance on `device`; None = off."""
         if self.weights is None:
             return None
         return load_lpips(self.weights, device=device, key="objective.perceptual.weights")
@@ -54,11 +54,11 @@ class AutoencoderKL(AutoencoderObjective):
         check_within("kl_weight", self.kl_weight, 0.0, MAX_WEIGHT)
 
     def task(self, reconstruction: Any) -> Task:
-        """Return the training of the autoencoder."""
+        """Training of the autoencoder."""
         return AutoencodingKL(self)
 
     def pixels(self, image_BCHW: Tensor, original_BCHW: Tensor, mask_B1HW: Tensor | None = None) -> Tensor:
-        """Return the mean distance of pixels in [-1, 1], (B,) fp32, of pictures (B, 3, H, W) in [0, 1]."""
+        """Mean distance of pixels in [-1, 1], (B,) fp32, of pictures (B, 3, H, W) in [0, 1]."""
         return super().pixels(2 * image_BCHW, 2 * original_BCHW, mask_B1HW)
 
 
@@ -83,31 +83,31 @@ class AutoencodingKL(AutoencoderTask):
         return PreparedLatents(**vars(pictures), normal_BChw=self._copy(batch.normal("posterior", shape)))
 
     def reconstruct(self, prepared: PreparedLatents) -> Reconstructed:
-        """Return the network's reconstructions of a micro-batch, from latents that were drawn."""
-        made: Reconstructed = self.stage.network(prepared.image_BCHW, normal_BChw=prepared.normal_BChw)
-        return made
+        """Network's reconstructions of a micro-batch, from latents that were drawn."""
+        output: Reconstructed = self.stage.network(prepared.image_BCHW, normal_BChw=prepared.normal_BChw)
+        return output
 
     def loss(self, prepared: PreparedLatents) -> StepOutput:
-        """Return the autoencoder's loss (B,); `loss_raw` is the distance of pixels. Does not sync."""
-        made = self.reconstruct(prepared)
-        loss_B, report = self.judge(made.image_BCHW, prepared)
-        loss_B = loss_B + self.objective.kl_weight * made.kl_B / prepared.image_BCHW[0].numel()
-        report |= {"kl": made.kl_B.detach()}
+        """Autoencoder's loss (B,); `loss_raw` is the distance of pixels. Does not sync."""
+        output = self.reconstruct(prepared)
+        loss_B, report = self.judge(output.image_BCHW, prepared)
+        loss_B = loss_B + self.objective.kl_weight * output.kl_B / prepared.image_BCHW[0].numel()
+        report |= {"kl": output.kl_B.detach()}
         return StepOutput(loss_B=weighted(loss_B, prepared.weight_B), report=report)
 
     @torch.no_grad()
     def measures(self, prepared: PreparedLatents, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
-        """Return the distance of pixels, PSNR and SSIM of reconstructions from the latents' means, and two of latents.
+        """Distance of pixels, PSNR and SSIM of reconstructions from the latents' means, and two of latents.
 
         `kl` is their divergence, `latent_rms` the root of the mean square of drawn latents: a `scaling_factor` of its
         inverse gives latents of about unit variance. Only the distance uses a mask.
         """
         image_BCHW = prepared.image_BCHW
-        made = self.stage.network(image_BCHW)
-        square_BChw = made.mean_BChw.square() + made.std_BChw.square()
+        output = self.stage.network(image_BCHW)
+        square_BChw = output.mean_BChw.square() + output.std_BChw.square()
         return {
-            "loss": self.objective.pixels(made.image_BCHW, image_BCHW, prepared.mask_B1HW),
-            **image_quality(made.image_BCHW, image_BCHW),
-            "kl": made.kl_B,
+            "loss": self.objective.pixels(output.image_BCHW, image_BCHW, prepared.mask_B1HW),
+            **image_quality(output.image_BCHW, image_BCHW),
+            "kl": output.kl_B,
             "latent_rms": square_BChw.mean(dim=(1, 2, 3)).sqrt(),
         }

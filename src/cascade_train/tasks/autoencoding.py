@@ -45,7 +45,7 @@ class Perceptual:
         check_within("perceptual.start_step", self.start_step, 1, MAX_STEP)
 
     def build(self, device: torch.device) -> FeatureDistance | None:
-        """Return the distance on `device`; None = off."""
+        """Distance on `device`; None = off."""
         return None if self.weights is None else FeatureDistance(self.weights, device=device)
 
 
@@ -78,7 +78,7 @@ class Adversarial:
         check_within("adversarial.layers", self.layers, 1, 8)
 
     def build(self, device: torch.device) -> PatchDiscriminator | None:
-        """Return the discriminator on `device`, fp32; None = off."""
+        """Discriminator on `device`, fp32; None = off."""
         if self.start_step is None:
             return None
         return build_discriminator(channels=self.channels, layers=self.layers, seed=self.seed, device=device)
@@ -132,7 +132,7 @@ class AutoencoderTask(PictureTask):
         self.features = self.objective.perceptual.build(device)
 
     def phases(self) -> list[Phase]:
-        """Return the autoencoder's phase and, where there is one, the discriminator's."""
+        """Autoencoder's phase and, where there is one, the discriminator's."""
         phase = Phase(
             name="train",
             modules={"network": self.stage.network},
@@ -154,14 +154,14 @@ class AutoencoderTask(PictureTask):
 
     @abc.abstractmethod
     def reconstruct(self, prepared: Any) -> Any:
-        """Return the network's output for a micro-batch, with `image_BCHW`, the reconstructions (B, 3, H, W)."""
+        """Network's output for a micro-batch, with `image_BCHW`, the reconstructions (B, 3, H, W)."""
 
     @abc.abstractmethod
     def loss(self, prepared: Any) -> StepOutput:
-        """Return the autoencoder's loss (B,); `loss_raw` is the distance of pixels. Does not sync."""
+        """Autoencoder's loss (B,); `loss_raw` is the distance of pixels. Does not sync."""
 
     def judge(self, made_BCHW: Tensor, prepared: PreparedPictures) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss (B,) of reconstructions, as a function of them, and a report; keep them for the opponent.
+        """Loss (B,) of reconstructions, as a function of them, and a report; keep them for the opponent.
 
         Differentiated here and not in the network's backward pass: the adaptive weight needs both gradients, and the
         discriminator's weights must get none. Where a mask is 0, features and discriminator get the original.
@@ -193,7 +193,7 @@ class AutoencoderTask(PictureTask):
         return self.discriminator is not None and start is not None and self._step >= start
 
     def discriminator_loss(self, prepared: PreparedPictures) -> StepOutput:
-        """Return the discriminator's loss (B,) on images and on their reconstructions. Does not sync."""
+        """Discriminator's loss (B,) on images and on their reconstructions. Does not sync."""
         if self.discriminator is None:
             raise AssertionError("no discriminator, no phase of its own")
         made_BCHW = prepared.made_BCHW
@@ -211,7 +211,7 @@ class AutoencoderTask(PictureTask):
         return StepOutput(loss_B=weighted(loss_B, prepared.weight_B), report=report)
 
     def exports(self) -> Mapping[str, Export]:
-        """Return the stage's exports, frozen weights included."""
+        """Stage's exports, frozen weights included."""
         network = self.stage.network
         return {n: Export(module=network, write=save, whole=True) for n, save in self.stage.exports().items()}
 
@@ -221,7 +221,7 @@ class AutoencoderTask(PictureTask):
         return {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the step."""
+        """Step."""
         return {"step": torch.tensor(self._step)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -230,12 +230,12 @@ class AutoencoderTask(PictureTask):
 
 
 def unmasked(made_BCHW: Tensor, image_BCHW: Tensor, mask_B1HW: Tensor | None) -> Tensor:
-    """Return what was made, (B, 3, H, W), with the original where the mask is 0."""
+    """Reconstructions (B, 3, H, W), replaced by the originals where the mask is 0."""
     return made_BCHW if mask_B1HW is None else image_BCHW + mask_B1HW * (made_BCHW - image_BCHW)
 
 
 def adaptive_weight(gradient_BCHW: Tensor, other_BCHW: Tensor, *, most: float) -> Tensor:
-    """Return the ratio of norms of two gradients (B, 3, H, W), the second the adversarial loss's, (B,) in [0, most].
+    """Ratio of norms of two gradients (B, 3, H, W), the second the adversarial loss's, (B,) in [0, most].
 
     Esser et al. 2021, eq. 7, with two differences: gradients are taken at the reconstruction, which is never sharded,
     not at the decoder's last layer; and each sample has its own weight, whatever its rank and micro-batch.
@@ -245,12 +245,12 @@ def adaptive_weight(gradient_BCHW: Tensor, other_BCHW: Tensor, *, most: float) -
 
 
 def hinge(score_real: Tensor, score_fake: Tensor) -> Tensor:
-    """Return the discriminator's loss (B,) of scores (B, h, w) (Lim and Ye 2017), half of each."""
+    """Discriminator's loss (B,) of scores (B, h, w) (Lim and Ye 2017), half of each."""
     shortfall = torch.relu(1 - score_real) + torch.relu(1 + score_fake)
     return 0.5 * shortfall.mean(dim=(1, 2))
 
 
 def with_gradient(at_BCHW: Tensor, value_B: Tensor, gradient_BCHW: Tensor) -> Tensor:
-    """Return `value_B` as a function of `at_BCHW` with the given gradient: passes it to the network below."""
+    """`value_B` as a function of `at_BCHW` with the given gradient: passes it to the network below."""
     linear_B = (at_BCHW * gradient_BCHW.detach()).sum(dim=(1, 2, 3))
     return value_B.detach() + (linear_B - linear_B.detach())

@@ -133,14 +133,14 @@ class Painter(abc.ABC):
     result: str
 
     def beside(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Mapping[str, Tensor]:
-        """Return pictures to show beside the result for B captioned images, (B, 3, h, w) in [0, 1], by title."""
+        """Pictures to show beside the result for B captioned images, (B, 3, h, w) in [0, 1], by title."""
         return {}
 
     @abc.abstractmethod
     def paint(
         self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
     ) -> Tensor:
-        """Return pictures (B, 3, H, W) fp32 in [0, 1] on the device, for B prompts.
+        """Pictures (B, 3, H, W) fp32 in [0, 1] on the device, for B prompts.
 
         `image_BCHW` (B, 3, H, W) float in [0, 1] are the captions' own images, replaced by a user's in `guide`. A
         ConfigError if pictures are missing, or the task has no use for them.
@@ -170,7 +170,7 @@ class Task(abc.ABC):
     device: torch.device
 
     def for_objective(self, objective: Any) -> Task:
-        """Return the task that trains by an objective, by default itself; a ConfigError for options without use."""
+        """Task that trains by an objective, by default itself; a ConfigError for options without use."""
         return self
 
     def check_stage(self, stage: Stage) -> None:
@@ -184,25 +184,25 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def phases(self) -> list[Phase]:
-        """Return the phases in the order in which they run within a step."""
+        """Phases in the order in which they run within a step."""
 
     def sample_transform(self) -> SampleTransform | None:
-        """Return the data workers' transform of each picture; None, the default = nothing. Called before the build."""
+        """Data workers' transform of each picture; None, the default = nothing. Called before the build."""
         return None
 
     def image_maker(self, stage: Stage, device: torch.device) -> ImageMaker | None:
-        """Return the maker of the task's tensors in a cache from images on `device`; None, the default = it has none.
+        """Maker of the task's tensors in a cache from images on `device`; None, the default = it has none.
 
         The stage has its encoders. A ConfigError where they are drawn anew each epoch, which a cache cannot hold.
         """
         return None
 
     def trained_parts(self) -> frozenset[str]:
-        """Return the encoders in which something trains, by their key below `model.`. Called after `check_stage`."""
+        """Encoders in which something trains, by their key below `model.`. Called after `check_stage`."""
         return frozenset()
 
     def unbuilt_parts(self) -> frozenset[str]:
-        """Return the parts of the stage that the task does not need, perhaps "network"."""
+        """Parts of the stage that the task does not need, perhaps "network"."""
         return frozenset()
 
     @abc.abstractmethod
@@ -211,7 +211,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def measures(self, prepared: Any, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
-        """Return measures of a prepared micro-batch of held-out samples, (B,) fp32 each, by name.
+        """Measures of a prepared micro-batch of held-out samples, (B,) fp32 each, by name.
 
         A function of samples and weights alone, without gradient. Must not sync. `logsnr` are noise levels, for tasks
         that denoise.
@@ -219,11 +219,11 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def painter(self, settings: SampleSettings, size: Sequence[int]) -> Painter:
-        """Return the painter of pictures of (height, width) pixels, with everything the task added."""
+        """Painter of pictures of (height, width) pixels, with everything the task added."""
 
     @abc.abstractmethod
     def exports(self) -> Mapping[str, Export]:
-        """Return the results that a run writes to `export/<name>`, by name."""
+        """Results that a run writes to `export/<name>`, by name."""
 
     def load_export(self, export: Path) -> None:
         """Load a run's `export/` onto the attached stage; a ConfigError if it does not fit.
@@ -254,11 +254,11 @@ class Task(abc.ABC):
         return ""
 
     def notices(self, *, last: bool = False) -> list[str]:
-        """Return messages about the samples, each once, and totals at the `last` call; empty by default."""
+        """Messages about the samples, each once, and totals at the `last` call; empty by default."""
         return []
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the task's own state, equal on all ranks; empty by default."""
+        """Task's own state, equal on all ranks; empty by default."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -270,5 +270,5 @@ class Task(abc.ABC):
 
 
 def weighted(loss_B: Tensor, weight_B: Tensor | None) -> Tensor:
-    """Return losses (B,) times the weights of their samples; None = 1 each."""
+    """Losses (B,) times the weights of their samples; None = 1 each."""
     return loss_B if weight_B is None else loss_B * weight_B

@@ -17,7 +17,7 @@ from cascade_train.batch import Batch, SampleTransform, sample_seed
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, map_maker, transform_images
-from cascade_train.models.control import Bottleneck, Conditions, Control, ControlOptions, Steering
+from cascade_train.models.control import Bottleneck, Conditions, Control, ControlOptions, ControlResiduals
 from cascade_train.models.stage import Stage
 from cascade_train.options import File, Share
 from cascade_train.tasks.base import Export, Guide, ImageMaker, Phase, Predictor
@@ -105,28 +105,28 @@ class ControlNet(TextToImage):
         self._control = stage.add_control(self._options(), device)
 
     def _options(self) -> ControlOptions:
-        own = ("weights", "blocks", "bottleneck", "backbone_weights", "seed")
-        options = {name: getattr(self, name) for name in own}
+        keys = ("weights", "blocks", "bottleneck", "backbone_weights", "seed")
+        options = {name: getattr(self, name) for name in keys}
         return ControlOptions(channels=self.filter.channels, filter=self.filter.node(), **options)
 
     def sample_transform(self) -> SampleTransform:
-        """Return the filter's half that runs in the data workers."""
+        """Filter's half that runs in the data workers."""
         if self._transform is None:
             self._transform = self.filter.sample_transform()
         return self._transform
 
     def image_maker(self, stage: Stage, device: torch.device) -> ImageMaker:
-        """Return the maker of `control`, the finished maps; a ConfigError for filters that draw."""
+        """Maker of `control`, the finished maps; a ConfigError for filters that draw."""
         if not self.filter.deterministic:
             raise ConfigError(
                 f"task.filter: {type(self.filter).__name__} draws another map of a picture each epoch, which a cache"
                 " cannot hold; fix its choices, or train without a cache"
             )
         control_map = map_maker(self.filter, device=device, encode=stage.encode)
-        return lambda image_BCHW, made: {CONTROL: control_map(image_BCHW, made)}
+        return lambda image_BCHW, maps: {CONTROL: control_map(image_BCHW, maps)}
 
     def phases(self) -> list[Phase]:
-        """Return the one phase; the frozen network is a root beside the control network, so that both shard."""
+        """The one phase; the frozen network is a root beside the control network, so that both shard."""
         modules = {"network": self.stage.network, "controlnet": self.controlnet}
         units = {"network": self.stage.units(), "controlnet": self._control.units()}
         return [Phase(name="train", modules=modules, units=units, loss=self.loss)]
@@ -146,26 +146,26 @@ class ControlNet(TextToImage):
     def _made(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: self._copy(value) for name, value in tensors.items() if name.startswith("control_")}
 
-    def steering(self, prepared: PreparedBatch, *, training: bool) -> Steering:
-        """Return what the maps add in the network, some 0 in training."""
+    def control_residuals(self, prepared: PreparedBatch, *, training: bool) -> ControlResiduals:
+        """Residuals of the batch's control maps; in training some maps are set to 0."""
         if not isinstance(prepared, PreparedControl):
             raise AssertionError("a batch that this task did not prepare")
         control_BCHW = prepared.control_BCHW
         if training and self.control_drop_prob > 0.0:
             control_BCHW = control_BCHW * ~prepared.drop_control_B[:, None, None, None]
-        return self._control.steer(control_BCHW)
+        return self._control.residuals(control_BCHW)
 
     @torch.no_grad()
     def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None, negative: str = "") -> Predictor:
-        """Return predictions under captions and pictures' maps, and these alone; a ConfigError if there are none."""
+        """Predictions under captions and pictures' maps, and these alone; a ConfigError if there are none."""
         if image_BCHW is None:
             raise ConfigError("a control network paints under an image; give image=… to filter, or control=…")
-        steering = self._control.steer(self._maps(image_BCHW, range(len(image_BCHW))))
-        return self.predictor_under(captions, None, steering, negative=negative)
+        residuals = self._control.residuals(self._maps(image_BCHW, range(len(image_BCHW))))
+        return self.predictor_under(captions, None, residuals, negative=negative)
 
     @torch.no_grad()
     def guided_predictor(self, captions: Sequence[str], guide: Guide, negative: str = "") -> Predictor:
-        """Return predictions under captions and a user's pictures or maps; a ConfigError if they do not fit."""
+        """Predictions under captions and a user's pictures or maps; a ConfigError if they do not fit."""
         if guide.image_BCHW is None:
             return self.predictor(captions, None, negative)
         given_BCHW, wanted = self._copy(guide.image_BCHW).float() / 255, self.filter.channels
@@ -177,22 +177,22 @@ class ControlNet(TextToImage):
                 f"{wanted}; give image=…, of which it makes them"
             )
         maps_BCHW = given_BCHW if guide.is_map else self._maps(given_BCHW, guide.numbers)
-        steering = scale_steering(self._control.steer(maps_BCHW), guide.strength)
-        return self.predictor_under(captions, self._variation(guide), steering, negative=negative)
+        residuals = scale_residuals(self._control.residuals(maps_BCHW), guide.strength)
+        return self.predictor_under(captions, self._variation(guide), residuals, negative=negative)
 
     @torch.no_grad()
     def shown(self, image_BCHW: Tensor) -> Mapping[str, Tensor]:
-        """Return `control`, the previews of pictures' maps."""
+        """`control`, the previews of pictures' maps."""
         return {"control": self.filter.preview(self._maps(image_BCHW, range(len(image_BCHW))), image_BCHW)}
 
     def _maps(self, image_BCHW: Tensor, numbers: Sequence[int]) -> Tensor:
-        """Return the maps of pictures (B, 3, H, W) float in [0, 1], with random choices seeded by their numbers."""
-        generators = [torch.Generator().manual_seed(sample_seed(0, 0, each, "control")) for each in numbers]
+        """Maps of pictures (B, 3, H, W) float in [0, 1], with random choices seeded by their numbers."""
+        generators = [torch.Generator().manual_seed(sample_seed(0, 0, number, "control")) for number in numbers]
         pixels_BCHW = (image_BCHW * 255).round().to(torch.uint8).cpu()
         return self._map(image_BCHW, self._made(transform_images(self.sample_transform(), pixels_BCHW, generators)))
 
     def exports(self) -> Mapping[str, Export]:
-        """Return `controlnet`, a folder: of Stage C with a file in the original's layout, else diffusers'."""
+        """`controlnet`, a folder: of Stage C with a file in the original's layout, else diffusers'."""
         return {"controlnet": Export(module=self.controlnet, write=self._control.write)}
 
     def load_export(self, export: Path) -> None:
@@ -200,10 +200,10 @@ class ControlNet(TextToImage):
         self._control.load(str(export), key="from")
 
 
-def scale_steering(steering: Steering, strength: float) -> Steering:
-    """Return what a control network adds, times a factor."""
+def scale_residuals(residuals: ControlResiduals, strength: float) -> ControlResiduals:
+    """Control residuals times a factor."""
 
-    def weaker(noised_BCHW: Tensor, timestep_ratio_B: Tensor, cond: Conditions) -> dict[int, Tensor]:
-        return {n: strength * value for n, value in steering(noised_BCHW, timestep_ratio_B, cond).items()}
+    def scaled(noised_BCHW: Tensor, timestep_ratio_B: Tensor, cond: Conditions) -> dict[int, Tensor]:
+        return {n: strength * value for n, value in residuals(noised_BCHW, timestep_ratio_B, cond).items()}
 
-    return weaker
+    return scaled

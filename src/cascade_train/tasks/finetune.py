@@ -30,7 +30,7 @@ class WholeNetwork(TextToImage):
         super().check_stage(stage)
 
     def trained_parts(self) -> frozenset[str]:
-        """Return the text towers that train."""
+        """Text towers that train."""
         return self._trained
 
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class WholeNetwork(TextToImage):
             self.trains_conditions = True
 
     def trained_towers(self) -> dict[str, TextEncoder]:
-        """Return the text towers that train, by name."""
+        """Text towers that train, by name."""
         return {name: encoder for name, encoder in self.stage.text_encoders().items() if encoder.train}
 
     def initial_average(self, source: str) -> Iterator[tuple[str, Tensor]]:
@@ -53,7 +53,7 @@ class WholeNetwork(TextToImage):
         return ((f"network.{name}", value) for name, value in read)
 
     def exports(self) -> Mapping[str, Export]:
-        """Return the stage's exports."""
+        """Stage's exports."""
         module = nn.ModuleDict(self._roots()) if self.trained_towers() else self.stage.network
         return {name: Export(module=module, write=save, whole=True) for name, save in self.stage.exports().items()}
 

@@ -119,7 +119,7 @@ class LoRA(TextToImage):
         for name, unused in _OF_SOME_KINDS.items():
             value = getattr(self, name)
             if value != unused and name not in kind.options:
-                takers = " or ".join(f"kind={each.name}" for each in KINDS.values() if name in each.options)
+                takers = " or ".join(f"kind={kind.name}" for kind in KINDS.values() if name in kind.options)
                 raise ValueError(f"{name}={value}: is for {takers}, not for kind={self.kind}; leave it out")
 
     def _check_ranks(self) -> None:
@@ -139,7 +139,7 @@ class LoRA(TextToImage):
         super().check_stage(stage)
 
     def trained_parts(self) -> frozenset[str]:
-        """Return the text encoders where they get adapters or trained tokens."""
+        """Text encoders where they get adapters or trained tokens."""
         trains = self.text_encoder_filters is not None or self.train_tokens is not None
         return self._named if trains else frozenset()
 
@@ -147,7 +147,7 @@ class LoRA(TextToImage):
         """Take the built stage, freeze it, and add adapters and tokens."""
         super().attach(stage, objective, device)
         encoders = stage.text_encoders()
-        self._encoders = {name: each for name, each in encoders.items() if name not in stage.left_out}
+        self._encoders = {name: encoder for name, encoder in encoders.items() if name not in stage.left_out}
         self._inject("network", stage.network, "task.module_filters")
         for name, encoder in self._encoders.items():
             if self.text_encoder_filters is not None:
@@ -156,7 +156,7 @@ class LoRA(TextToImage):
                 train_tokens(encoder, self.train_tokens)
         if self.ranks is not None:
             named = {root: [name for name, _ in adapted_layers(m)] for root, m in self._roots().items()}
-            names = [f"{full_name(root, n)}\n{original_name(n)}" for root, found in named.items() for n in found]
+            names = [f"{full_name(root, n)}\n{original_name(n)}" for root, layers in named.items() for n in layers]
             check_found("task.ranks", [pattern for pattern, *_ in self.ranks], names, "modules that are adapted")
         if self.weights is not None:
             self._load(self.weights, key="task.weights")
@@ -181,7 +181,7 @@ class LoRA(TextToImage):
         return replace(prepared, other_tokens=self._tokens(captions))
 
     def further_losses(self, prepared: PreparedBatch, diffused: Diffused) -> Mapping[str, Tensor]:
-        """Return `loss_preserve`, how far the adapters move what the base predicts under the other captions.
+        """`loss_preserve`, how far the adapters move what the base predicts under the other captions.
 
         0 where a caption stays the same or is dropped. After ai-toolkit's differential output preservation; the target
         is the base's own prediction at the noise of the sample, in the objective's loss.
@@ -196,7 +196,9 @@ class LoRA(TextToImage):
             cond = self._conditions(prepared, prepared.other_tokens, images)
         pred_BCHW = self._predict(diffused.noised, diffused.timestep_ratio_B, cond, None)
         loss_B, _ = self.objective.loss(pred_BCHW, replace(diffused, target=target_BCHW), prepared.mask_B1HW)
-        differs = [(prepared.tokens[name] != each).flatten(1).any(1) for name, each in prepared.other_tokens.items()]
+        differs = [
+            (prepared.tokens[name] != tokens).flatten(1).any(1) for name, tokens in prepared.other_tokens.items()
+        ]
         differs_B = torch.stack(differs).any(0) & ~prepared.drop_caption_B
         return {"loss_preserve": self.preserve_weight * loss_B * differs_B}
 
@@ -210,16 +212,18 @@ class LoRA(TextToImage):
         return texts
 
     def trained_towers(self) -> dict[str, TextEncoder]:
-        """Return the text encoders in which something trains, by name."""
+        """Text encoders in which something trains, by name."""
         encoders = self._encoders.items()
-        return {name: each for name, each in encoders if any(p.requires_grad for p in each.module.parameters())}
+        return {
+            name: encoder for name, encoder in encoders if any(p.requires_grad for p in encoder.module.parameters())
+        }
 
     def _adapted(self) -> dict[str, nn.Module]:
         return {name: encoder.module for name, encoder in self._encoders.items()}
 
     def _inject(self, root: str, module: nn.Module, key: str, without: Sequence[str] = ()) -> None:
-        own = ("rank", "alpha", "seed", *_OF_SOME_KINDS, "kind")
-        options = {name: getattr(self, name) for name in own}
+        constructor_keys = ("rank", "alpha", "seed", *_OF_SOME_KINDS, "kind")
+        options = {name: getattr(self, name) for name in constructor_keys}
         filters = getattr(self, key.removeprefix("task."))
         inject_lora(module, module_filters=filters, key=key, without=without, root=root, **options)
         set_adapter_mode(module)
@@ -233,7 +237,7 @@ class LoRA(TextToImage):
         return f"{len(ranks)} adapted layers of rank {shown}{kind}{tokens}"
 
     def exports(self) -> Mapping[str, Export]:
-        """Return `lora`, a peft folder with a single file beside it; both hold the trained tokens' whole rows."""
+        """`lora`, a peft folder with a single file beside it; both hold the trained tokens' whole rows."""
         return {"lora": Export(module=nn.ModuleDict(self._roots()), write=self._write_lora)}
 
     def load_export(self, export: Path) -> None:
@@ -262,7 +266,7 @@ class LoRA(TextToImage):
                 "that they were trained on"
             )
         if state:
-            unused = tuple(f"{tower_name(each)}." for each in self._encoders[name].unreached())
+            unused = tuple(f"{tower_name(path)}." for path in self._encoders[name].unreached())
             used = {key: value for key, value in state.items() if not key.startswith(unused)}
             fill_adapters(self._encoders[name].module, used, origin)
         if tokens is not None and name in self.stage.left_out:

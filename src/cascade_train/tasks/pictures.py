@@ -47,10 +47,10 @@ class PictureObjective(abc.ABC):
 
     @abc.abstractmethod
     def task(self, reconstruction: Any) -> Task:
-        """Return the task that trains by this objective, of the options of `task=reconstruction`. Cheap."""
+        """Task that trains by this objective, of the options of `task=reconstruction`. Cheap."""
 
     def pixels(self, image_BCHW: Tensor, original_BCHW: Tensor, mask_B1HW: Tensor | None = None) -> Tensor:
-        """Return the mean distance of pixels, (B,) fp32, of pictures (B, 3, H, W), weighted by a mask (B, 1, H, W)."""
+        """Mean distance of pixels, (B,) fp32, of pictures (B, 3, H, W), weighted by a mask (B, 1, H, W)."""
         error_BCHW = image_BCHW - original_BCHW
         error_BCHW = error_BCHW.abs() if self.pixel == "l1" else error_BCHW.square()
         return error_BCHW.mean(dim=(1, 2, 3)) if mask_B1HW is None else masked_mean(error_BCHW, mask_B1HW)
@@ -98,7 +98,7 @@ class PictureTask(Task):
         )
 
     def painter(self, settings: SampleSettings, size: Sequence[int]) -> Painter:
-        """Return the painter of a round trip through latents, without a sampler."""
+        """Painter of a round trip through latents, without a sampler."""
         return RoundTrip(self.stage, self.result)
 
 
@@ -111,7 +111,7 @@ class RoundTrip(Painter):
     def paint(
         self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
     ) -> Tensor:
-        """Return (B, 3, H', W') fp32 in [0, 1] of the captions' own images (B, 3, H, W)."""
+        """(B, 3, H', W') fp32 in [0, 1] of the captions' own images (B, 3, H, W)."""
         if image_BCHW is None:
             raise AssertionError("pictures of prompts alone are refused before")
         return self.stage.decode(self.stage.encode(image_BCHW))

@@ -57,14 +57,14 @@ class PreparedBatch:
 
 
 def repeated_twice(images: Images) -> Images:
-    """Return images, or their products, and the same once more behind them."""
+    """Images, or their products, and the same once more behind them."""
     if isinstance(images, Tensor):
         return images.repeat(2, 1, 1, 1)
     return {name: value.repeat(2, *[1] * (value.dim() - 1)) for name, value in images.items()}
 
 
 def latent_mask(mask_B1HW: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the mean of a uint8 mask over each place of latents (C, H, W), (B, 1, H, W) fp32 in [0, 1]; fp32 as is."""
+    """Mean of a uint8 mask over each place of latents (C, H, W), (B, 1, H, W) fp32 in [0, 1]; fp32 as is."""
     if mask_B1HW.dtype != torch.uint8:
         return mask_B1HW
     return adaptive_avg_pool2d(mask_B1HW.float() / 255, (shape[1], shape[2]))

@@ -45,7 +45,7 @@ class Preview(PictureObjective):
         check_least("latent_noise", self.latent_noise, 0.0, "it is a standard deviation")
 
     def task(self, reconstruction: Any) -> Task:
-        """Return the training of a previewer."""
+        """Training of a previewer."""
         return Previewing(self, train_compressor=reconstruction.train_compressor)
 
 
@@ -68,11 +68,11 @@ class Previewing(PictureTask):
         self.train_compressor = train_compressor
 
     def trained_parts(self) -> frozenset[str]:
-        """Return the previewer, and the compressor where it trains along."""
+        """Previewer, and the compressor where it trains along."""
         return frozenset({PREVIEWER, COMPRESSOR} if self.train_compressor else {PREVIEWER})
 
     def unbuilt_parts(self) -> frozenset[str]:
-        """Return all but the compressor and the previewer."""
+        """All but the compressor and the previewer."""
         return frozenset({"network", "text_encoder", "image_encoder"})
 
     def attach(self, stage: Stage, objective: Any, device: torch.device) -> None:
@@ -85,7 +85,7 @@ class Previewing(PictureTask):
         return parts_of(self.stage, self.trained_parts())
 
     def phases(self) -> list[Phase]:
-        """Return the one phase; the compressor is its second root where it trains."""
+        """The one phase; the compressor is its second root where it trains."""
         return [Phase(name="train", modules=self._roots(), units=children(self._roots()), loss=self.loss)]
 
     def prepare_batch(self, batch: Batch) -> PreparedLatentNoise:
@@ -97,7 +97,7 @@ class Previewing(PictureTask):
         return PreparedLatentNoise(**vars(pictures), noise_BCHW=noise_BCHW)
 
     def loss(self, prepared: PreparedLatentNoise) -> StepOutput:
-        """Return the distance of the previews from the pictures at their size, (B,). Does not sync."""
+        """Distance of the previews from the pictures at their size, (B,). Does not sync."""
         latent_BCHW = self.stage.encode(prepared.image_BCHW)
         if prepared.noise_BCHW is not None:
             latent_BCHW = latent_BCHW + self.objective.latent_noise * prepared.noise_BCHW
@@ -106,12 +106,12 @@ class Previewing(PictureTask):
 
     @torch.no_grad()
     def measures(self, prepared: PreparedLatentNoise, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
-        """Return the loss, and PSNR and SSIM of the previews, without a mask; latents get no noise."""
+        """Loss, and PSNR and SSIM of the previews, without a mask; latents get no noise."""
         pair = self._pair(prepared.image_BCHW, self.stage.encode(prepared.image_BCHW))
         return {"loss": self._distance(prepared, *pair), **image_quality(*pair)}
 
     def _pair(self, image_BCHW: Tensor, latent_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-        """Return previews, not clamped, and the pictures at their size, (B, 3, h, w) fp32 each."""
+        """Previews, not clamped, and the pictures at their size, (B, 3, h, w) fp32 each."""
         preview_BChw = self.stage.previewer.decode(latent_BCHW)
         return preview_BChw, interpolate(image_BCHW, preview_BChw.shape[-2:], mode="area")
 
@@ -121,7 +121,7 @@ class Previewing(PictureTask):
         return self.objective.pixels(preview_BChw, original_BChw, small)
 
     def exports(self) -> Mapping[str, Export]:
-        """Return `previewer`, which `model.previewer.weights` takes, and a compressor that trained along."""
+        """`previewer`, which `model.previewer.weights` takes, and a compressor that trained along."""
         return part_exports(self._roots())
 
     def load_export(self, export: Path) -> None:

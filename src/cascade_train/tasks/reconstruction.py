@@ -59,7 +59,7 @@ class Reconstruction(WholeNetwork):
         }
 
     def for_objective(self, objective: Any) -> Task:
-        """Return the task of an objective of pictures, else this one; a ConfigError for options unknown there."""
+        """Task of an objective of pictures, else this one; a ConfigError for options unknown there."""
         if not isinstance(objective, PictureObjective):
             return self
         for key, value in self._given.items():
@@ -71,7 +71,7 @@ class Reconstruction(WholeNetwork):
         return objective.task(self)
 
     def trained_parts(self) -> frozenset[str]:
-        """Return the semantic compressor where it trains along."""
+        """Semantic compressor where it trains along."""
         return frozenset({COMPRESSOR}) if self.train_compressor else frozenset()
 
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
@@ -85,7 +85,7 @@ class Reconstruction(WholeNetwork):
         return parts_of(self.stage, self.trained_parts())
 
     def phases(self) -> list[Phase]:
-        """Return the one phase; the compressor is its second root where it trains."""
+        """The one phase; the compressor is its second root where it trains."""
         [phase] = super().phases()
         parts = self._parts()
         units = {**phase.units, **children(parts)}
@@ -93,7 +93,7 @@ class Reconstruction(WholeNetwork):
         return [replace(phase, modules={**phase.modules, **parts}, units=units, gathered_whole=frozenset(parts))]
 
     def exports(self) -> Mapping[str, Export]:
-        """Return the stage's exports, and a compressor that trained along."""
+        """Stage's exports, and a compressor that trained along."""
         return {**super().exports(), **part_exports(self._parts())}
 
     def initial_average(self, source: str) -> Iterator[tuple[str, Tensor]]:
@@ -111,17 +111,17 @@ class Reconstruction(WholeNetwork):
 
 
 def parts_of(stage: Stage, names: Iterable[str]) -> dict[str, nn.Module]:
-    """Return the modules of a stage's parts, by name."""
+    """Modules of a stage's parts, by name."""
     return {name: getattr(stage, name).module for name in sorted(names)}
 
 
 def children(parts: Mapping[str, nn.Module]) -> dict[str, list[list[nn.Module]]]:
-    """Return the children of each part, which shard one by one, see `Phase.units`."""
+    """Children of each part, which shard one by one, see `Phase.units`."""
     return {name: [[child] for child in module.children()] for name, module in parts.items()}
 
 
 def part_exports(parts: Mapping[str, nn.Module]) -> dict[str, Export]:
-    """Return the exports of parts that train, by name."""
+    """Exports of parts that train, by name."""
     return {name: Export(module=module, write=save_part) for name, module in parts.items()}
 
 

@@ -18,7 +18,7 @@ from cascade_train.batch import Batch
 from cascade_train.diffusion.objective import Diffused, Objective
 from cascade_train.diffusion.sampler import ImageNoise, sample
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.models.control import Conditions, Steering
+from cascade_train.models.control import Conditions, ControlResiduals
 from cascade_train.models.stage import Images, Stage, Tokens
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.options import Share, check_fields
@@ -77,18 +77,18 @@ class TextToImage(Task):
         self._empty_tokens = self._tokens([""])
 
     def trained_towers(self) -> dict[str, TextEncoder]:
-        """Return the text towers in which something trains, by name; none by default."""
+        """Text towers in which something trains, by name; none by default."""
         return {}
 
     def _roots(self) -> dict[str, nn.Module]:
-        return {"network": self.stage.network, **{name: each.module for name, each in self.trained_towers().items()}}
+        return {"network": self.stage.network, **{name: tower.module for name, tower in self.trained_towers().items()}}
 
     def phases(self) -> list[Phase]:
-        """Return the one phase; its roots hold every trainable parameter, so that ranks share all gradients."""
+        """The one phase; its roots hold every trainable parameter, so that ranks share all gradients."""
         towers = self.trained_towers()
-        units = {"network": self.stage.units(), **{name: each.units() for name, each in towers.items()}}
-        lrs = {name: each.lr for name, each in towers.items() if each.lr is not None}
-        until = {name: each.stop_after for name, each in towers.items() if each.stop_after is not None}
+        units = {"network": self.stage.units(), **{name: tower.units() for name, tower in towers.items()}}
+        lrs = {name: tower.lr for name, tower in towers.items() if tower.lr is not None}
+        until = {name: tower.stop_after for name, tower in towers.items() if tower.stop_after is not None}
         return [Phase(name="train", modules=self._roots(), units=units, loss=self.loss, lrs=lrs, until=until)]
 
     def prepare_batch(self, batch: Batch) -> PreparedBatch:
@@ -122,7 +122,7 @@ class TextToImage(Task):
         return self.stage.latent_shape(*batch.image_BCHW.shape[-2:])
 
     def loss(self, prepared: PreparedBatch) -> StepOutput:
-        """Return the weighted loss (B,), and `loss_raw` and `logsnr` (B,) as report. Does not sync."""
+        """Weighted loss (B,), and `loss_raw` and `logsnr` (B,) as report. Does not sync."""
         with torch.no_grad():
             images = prepared.images
             with torch.set_grad_enabled(self.trains_conditions):
@@ -131,8 +131,8 @@ class TextToImage(Task):
             noise = (prepared.noise_BCHW, prepared.timestep_B, prepared.offset_BC11)
             further = {} if prepared.perturbation_BCHW is None else {"perturbation_BCHW": prepared.perturbation_BCHW}
             diffused = self.objective.diffuse(x0_BCHW, *noise, **further)
-        steering = self.steering(prepared, training=True)
-        pred_BCHW = self._predict(diffused.noised, diffused.timestep_ratio_B, cond, steering)
+        residuals = self.control_residuals(prepared, training=True)
+        pred_BCHW = self._predict(diffused.noised, diffused.timestep_ratio_B, cond, residuals)
         loss_B, loss_raw_B = self._losses(pred_BCHW, diffused, prepared)
         self.objective.after_micro_batch(diffused.logsnr_B, loss_raw_B)
         report = {"loss_raw": loss_raw_B.detach(), "logsnr": diffused.logsnr_B}
@@ -141,24 +141,24 @@ class TextToImage(Task):
         return StepOutput(loss_B=weighted(loss_B, prepared.weight_B), report=report)
 
     def further_losses(self, prepared: PreparedBatch, diffused: Diffused) -> Mapping[str, Tensor]:
-        """Return losses (B,) of training that are added to the objective's, by name; none by default."""
+        """Losses (B,) of training that are added to the objective's, by name; none by default."""
         return {}
 
     def _conditions(self, prepared: PreparedBatch, tokens: Tokens, images: Images) -> Conditions:
-        """Return the conditions of training under captions, (B, L) tokens each, some dropped."""
+        """Conditions of training under captions, (B, L) tokens each, some dropped."""
         shown = images if self._image_keep_prob > 0.0 else None
         tokens = self._drop(tokens, prepared.drop_caption_B)
         return self.stage.conditions(tokens, shown, prepared.keep_image_B, prepared.drawn)
 
     def measures(self, prepared: PreparedBatch, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
-        """Return the unweighted loss (B,) at each noise level, and their mean as `loss`."""
+        """Unweighted loss (B,) at each noise level, and their mean as `loss`."""
         losses = [self.evaluate(prepared, level) for level in logsnr]
         by_level = {f"loss_logsnr_{level:g}": loss_B for level, loss_B in zip(logsnr, losses, strict=True)}
         return {"loss": torch.stack(losses).mean(dim=0), **by_level}
 
     @torch.no_grad()
     def evaluate(self, prepared: PreparedBatch, logsnr: float) -> Tensor:
-        """Return the unweighted loss (B,) fp32 of a prepared micro-batch at one noise level.
+        """Unweighted loss (B,) fp32 of a prepared micro-batch at one noise level.
 
         The noise is the batch's own and no caption is dropped; an image is a condition only where the stage needs one.
         """
@@ -167,36 +167,36 @@ class TextToImage(Task):
         logsnr_B = torch.full_like(prepared.timestep_B, logsnr)
         diffused: Diffused = self.objective.diffuse_at(x0_BCHW, prepared.noise_BCHW, logsnr_B, prepared.offset_BC11)
         cond = self.stage.conditions(prepared.tokens, images if self.stage.needs_image else None)
-        steering = self.steering(prepared, training=False)
-        pred_BCHW = self._predict(diffused.noised, diffused.timestep_ratio_B, cond, steering)
+        residuals = self.control_residuals(prepared, training=False)
+        pred_BCHW = self._predict(diffused.noised, diffused.timestep_ratio_B, cond, residuals)
         return self._losses(pred_BCHW, diffused, prepared)[1]
 
     def _losses(self, pred_BCHW: Tensor, diffused: Diffused, prepared: PreparedBatch) -> tuple[Tensor, Tensor]:
-        """Return the weighted and unweighted losses, (B,) each; a RunError where the objective's have another shape."""
+        """Weighted and unweighted losses, (B,) each; a RunError where the objective's have another shape."""
         losses = self.objective.loss(pred_BCHW, diffused, prepared.mask_B1HW)
-        if any(each.shape != pred_BCHW.shape[:1] for each in losses):
+        if any(loss_B.shape != pred_BCHW.shape[:1] for loss_B in losses):
             raise RunError(
-                f"{type(self.objective).__name__}.loss must return a weighted and an unweighted loss of each sample, "
-                f"({len(pred_BCHW)},) here, and returned the shapes {[tuple(each.shape) for each in losses]}."
+                f"{type(self.objective).__name__}.loss must return a weighted and an unweighted loss of loss_B sample, "
+                f"({len(pred_BCHW)},) here, and returned the shapes {[tuple(loss_B.shape) for loss_B in losses]}."
             )
         return losses
 
-    def steering(self, prepared: PreparedBatch, *, training: bool) -> Steering | None:
-        """Return what a batch's maps add in the network, some dropped in training; None = nothing."""
+    def control_residuals(self, prepared: PreparedBatch, *, training: bool) -> ControlResiduals | None:
+        """Residuals that a batch's control maps add in the network, some dropped in training; None = none."""
         return None
 
     def _predict(
-        self, noised_BCHW: Tensor, timestep_ratio_B: Tensor, cond: Conditions, steering: Steering | None
+        self, noised_BCHW: Tensor, timestep_ratio_B: Tensor, cond: Conditions, residuals: ControlResiduals | None
     ) -> Tensor:
-        control = None if steering is None else steering(noised_BCHW, timestep_ratio_B, cond)
+        control = None if residuals is None else residuals(noised_BCHW, timestep_ratio_B, cond)
         return self.stage.predict(noised_BCHW, timestep_ratio_B, cond, control)
 
     def painter(self, settings: SampleSettings, size: Sequence[int]) -> DiffusionPainter:
-        """Return the painter that denoises latents of pictures of (height, width) pixels and decodes them."""
+        """Painter that denoises latents of pictures of (height, width) pixels and decodes them."""
         return DiffusionPainter(task=self, settings=settings, shape=self.stage.latent_shape(*size))
 
     def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None, negative: str = "") -> Predictor:
-        """Return predictions under B prompts and, where the stage needs them, their images, and without both.
+        """Predictions under B prompts and, where the stage needs them, their images, and without both.
 
         The latter are under `negative`, which guidance leads away from.
         """
@@ -209,11 +209,16 @@ class TextToImage(Task):
 
     @torch.no_grad()
     def predictor_under(
-        self, captions: Sequence[str], images: Images | None, steering: Steering | None = None, *, negative: str
+        self,
+        captions: Sequence[str],
+        images: Images | None,
+        residuals: ControlResiduals | None = None,
+        *,
+        negative: str,
     ) -> Predictor:
-        """Return predictions under B captions and images, and under `negative` alone, from one forward pass.
+        """Predictions under B captions and images, and under `negative` alone, from one forward pass.
 
-        Images are (B, 3, H, W) float in [0, 1], or their products; None = none. `steering` is in both predictions.
+        Images are (B, 3, H, W) float in [0, 1], or their products; None = none. `residuals` is in both predictions.
         """
         tokens = self._tokens([*captions, *[negative] * len(captions)])
         keep_B = torch.arange(2 * len(captions)) < len(captions)
@@ -221,14 +226,14 @@ class TextToImage(Task):
 
         @torch.no_grad()
         def predict(noised_BCHW: Tensor, timestep_ratio_B: Tensor) -> tuple[Tensor, Tensor]:
-            pred_BCHW = self._predict(noised_BCHW.repeat(2, 1, 1, 1), timestep_ratio_B.repeat(2), cond, steering)
+            pred_BCHW = self._predict(noised_BCHW.repeat(2, 1, 1, 1), timestep_ratio_B.repeat(2), cond, residuals)
             with_caption_BCHW, without_BCHW = pred_BCHW.float().chunk(2)
             return with_caption_BCHW, without_BCHW
 
         return predict
 
     def guided_predictor(self, captions: Sequence[str], guide: Guide, negative: str = "") -> Predictor:
-        """Return predictions under B captions and a user's images; a ConfigError for images without use."""
+        """Predictions under B captions and a user's images; a ConfigError for images without use."""
         if guide.semantic_BCHW is not None:
             return self.predictor_under(captions, {"effnet": guide.semantic_BCHW.to(self.device)}, negative=negative)
         if guide.image_BCHW is None and not self.stage.needs_image:
@@ -249,7 +254,7 @@ class TextToImage(Task):
         return None if guide.variation_BCHW is None else self._copy(guide.variation_BCHW).float() / 255
 
     def shown(self, image_BCHW: Tensor) -> Mapping[str, Tensor]:
-        """Return pictures beside samples of images (B, 3, H, W), in [0, 1] by title; none by default."""
+        """Pictures beside samples of images (B, 3, H, W), in [0, 1] by title; none by default."""
         return {}
 
     def after_step(self, report: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -267,7 +272,7 @@ class TextToImage(Task):
         return self.stage.notices(last=last)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the objective's state; the task itself has none."""
+        """Objective's state; the task itself has none."""
         return self.objective.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -294,19 +299,19 @@ class DiffusionPainter(Painter):
     result: str = "sample"
 
     def beside(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Mapping[str, Tensor]:
-        """Return the task's own pictures, and the images after one prediction at medium noise."""
+        """Task's own pictures, and the images after one prediction at medium noise."""
         return {**self.task.shown(image_BCHW), "one-step prediction": self._one_step(captions, image_BCHW, draws)}
 
     def paint(
         self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
     ) -> Tensor:
-        """Return samples (B, 3, H, W) in [0, 1] for B prompts."""
+        """Samples (B, 3, H, W) in [0, 1] for B prompts."""
         return self.task.stage.decode(self.latents(captions, image_BCHW, draws, guide))
 
     def latents(
         self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
     ) -> Tensor:
-        """Return sampled latents (B, C, H, W) fp32 for B prompts; see `paint`."""
+        """Sampled latents (B, C, H, W) fp32 for B prompts; see `paint`."""
         task, settings = self.task, self.settings
         if guide is None:
             predictor = task.predictor(captions, image_BCHW, settings.negative_prompt)
@@ -329,7 +334,7 @@ class DiffusionPainter(Painter):
         return ImageNoise(generators=generators, shape=self.shape, device=self.task.device)
 
     def _start(self, image_BCHW: Tensor, guide: Guide, noise: ImageNoise) -> dict[str, Any]:
-        """Return pictures noised to a time, and that share of the steps (Stable Cascade, image_to_image.ipynb)."""
+        """Pictures noised to a time, and that share of the steps (Stable Cascade, image_to_image.ipynb)."""
         objective, device = self.task.objective, self.task.device
         x0_BCHW = self.task.stage.encode(image_BCHW.to(device).float() / 255)
         logsnr_B = objective.schedule(

@@ -64,11 +64,11 @@ class Vqgan(AutoencoderObjective):
             check_within("revive_after_steps", self.revive_after_steps, 1, MAX_STEP)
 
     def task(self, reconstruction: Any) -> Task:
-        """Return the training of Stage A."""
+        """Training of Stage A."""
         return Autoencoding(self)
 
     def codes(self, latent_BChw: Tensor, code_BChw: Tensor) -> Tensor:
-        """Return the weighted sum of codebook and commitment loss, (B,) fp32."""
+        """Weighted sum of codebook and commitment loss, (B,) fp32."""
         to_latent_B = (code_BChw - latent_BChw.detach()).square().mean(dim=(1, 2, 3))
         to_code_B = (latent_BChw - code_BChw.detach()).square().mean(dim=(1, 2, 3))
         return self.codebook_weight * to_latent_B + self.commitment_weight * to_code_B
@@ -111,43 +111,43 @@ class Autoencoding(AutoencoderTask):
         )
 
     def reconstruct(self, prepared: PreparedImages) -> Any:
-        """Return the network's reconstructions of a micro-batch, from codes in the samples drawn for them."""
+        """Network's reconstructions of a micro-batch, from codes in the samples drawn for them."""
         return self.stage.network(prepared.image_BCHW, quantised_B=prepared.quantised_B)
 
     def loss(self, prepared: PreparedImages) -> StepOutput:
-        """Return the autoencoder's loss (B,); `loss_raw` is the distance of pixels. Does not sync."""
-        made = self.reconstruct(prepared)
-        loss_B, report = self.judge(made.image_BCHW, prepared)
-        codes_B = self.objective.codes(made.latent_BChw, made.code_BChw)
-        report |= {"loss_codes": codes_B.detach(), "candidates": self._candidates(made.latent_BChw, prepared)}
-        counts_K = count_codes(made.index_Bhw, len(self._unused_K))
+        """Autoencoder's loss (B,); `loss_raw` is the distance of pixels. Does not sync."""
+        output = self.reconstruct(prepared)
+        loss_B, report = self.judge(output.image_BCHW, prepared)
+        codes_B = self.objective.codes(output.latent_BChw, output.code_BChw)
+        report |= {"loss_codes": codes_B.detach(), "candidates": self._candidates(output.latent_BChw, prepared)}
+        counts_K = count_codes(output.index_Bhw, len(self._unused_K))
         loss_B = weighted(loss_B + codes_B, prepared.weight_B)
         return StepOutput(loss_B=loss_B, report=report, totals={"code_counts": counts_K})
 
     def _candidates(self, latent_BChw: Tensor, prepared: PreparedImages) -> Tensor:
-        """Return the latents that samples offer to dead codes, (B, M C), at the places drawn for them."""
+        """Latents that samples offer to dead codes, (B, M C), at the places drawn for them."""
         rows_BNC = latent_BChw.detach().flatten(2).transpose(1, 2)
         place_BM = (prepared.position_BM * rows_BNC.shape[1]).long()
         return rows_BNC.gather(1, place_BM[..., None].expand(-1, -1, rows_BNC.shape[2])).flatten(1)
 
     @torch.no_grad()
     def measures(self, prepared: PreparedImages, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
-        """Return the distance of pixels, PSNR and SSIM of reconstructions, and the PSNR of quantised ones.
+        """Distance of pixels, PSNR and SSIM of reconstructions, and the PSNR of quantised ones.
 
         Only the distance uses a mask. A `scale_factor` of `latent_rms` gives latents of about unit variance.
         """
         image_BCHW = prepared.image_BCHW
-        made = self.stage.network(image_BCHW)
+        output = self.stage.network(image_BCHW)
         quantised = self.stage.network(image_BCHW, quantised_B=torch.ones_like(prepared.quantised_B)).image_BCHW
         return {
-            "loss": self.objective.pixels(made.image_BCHW, image_BCHW, prepared.mask_B1HW),
-            **image_quality(made.image_BCHW, image_BCHW),
+            "loss": self.objective.pixels(output.image_BCHW, image_BCHW, prepared.mask_B1HW),
+            **image_quality(output.image_BCHW, image_BCHW),
             "psnr_quantised": image_quality(quantised, image_BCHW)["psnr"],
-            "latent_rms": made.latent_BChw.square().mean(dim=(1, 2, 3)).sqrt(),
+            "latent_rms": output.latent_BChw.square().mean(dim=(1, 2, 3)).sqrt(),
         }
 
     def painter(self, settings: SampleSettings, size: Sequence[int]) -> Reconstructor:
-        """Return the painter of reconstructions from latents, and beside them from codes, without a sampler."""
+        """Painter of reconstructions from latents, and beside them from codes, without a sampler."""
         return Reconstructor(self.stage, self.result)
 
     def after_step(self, report: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -162,7 +162,7 @@ class Autoencoding(AutoencoderTask):
         return {**super().after_step(report), "codes_used": used}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the step and for how many steps each code has not been chosen."""
+        """Step and for how many steps each code has not been chosen."""
         return {**super().state_dict(), "unused": self._unused_K}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -175,19 +175,19 @@ class Reconstructor(RoundTrip):
     """Shows reconstructions from codes too."""
 
     def beside(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Mapping[str, Tensor]:
-        """Return reconstructions from codes alone."""
+        """Reconstructions from codes alone."""
         quantised_B = torch.ones(len(image_BCHW), dtype=torch.bool, device=image_BCHW.device)
         return {"from codes": self.stage.network(image_BCHW, quantised_B=quantised_B).image_BCHW.clamp(0, 1)}
 
 
 def count_codes(index: Tensor, entries: int) -> Tensor:
-    """Return how often each of the `entries` codes occurs among the numbers `index`, (K,) fp32."""
+    """How often each of the `entries` codes occurs among the numbers `index`, (K,) fp32."""
     flat = index.flatten()
     return torch.zeros(entries, device=flat.device).index_add_(0, flat, torch.ones(len(flat), device=flat.device))
 
 
 def unused_since(unused_K: Tensor, count_K: Tensor) -> Tensor:
-    """Return the steps since each code was chosen, (K,) int64, after a step that chose it so often."""
+    """Steps since each code was chosen, (K,) int64, after a step that chose it so often."""
     return torch.where(count_K > 0, 0, unused_K + 1)
 
 
@@ -212,7 +212,7 @@ def revive(weight: nn.Parameter, unused_K: Tensor, candidate_GC: Tensor, *, afte
 
 
 def _own_rows(weight: nn.Parameter, whole: Tensor) -> Tensor:
-    """Return this rank's rows of a tensor that every rank has whole, without communication."""
+    """This rank's rows of a tensor that every rank has whole, without communication."""
     if not isinstance(weight, DTensor):
         return whole
     return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()

@@ -233,9 +233,9 @@ def test_a_grey_map_becomes_a_picture_and_any_other_stays_as_it_is(channels: int
     task = make()
     options = dataclasses.replace(task._options(), channels=channels)
     control = task.stage.add_control(options, CPU)
-    steering = control.steer(torch.rand(1, channels, 32, 32))
+    residuals = control.residuals(torch.rand(1, channels, 32, 32))
     cond = task.stage.conditions(task._tokens(["a red circle"]))
-    found = steering(torch.zeros(1, 4, 8, 8), torch.zeros(1), cond)
+    found = residuals(torch.zeros(1, 4, 8, 8), torch.zeros(1), cond)
     assert control.module.config.conditioning_channels == taken
     assert not any(each.any() for each in found.values())
 
@@ -243,4 +243,4 @@ def test_a_grey_map_becomes_a_picture_and_any_other_stays_as_it_is(channels: int
 def test_maps_of_another_size_are_refused() -> None:
     task = make()
     with pytest.raises(ConfigError, match="made maps of 8 x 8 pixels of pictures of 32 x 32; the control networks of"):
-        task._control.steer(torch.zeros(1, 1, 8, 8))(torch.zeros(2, 4, 8, 8), torch.zeros(2), {})
+        task._control.residuals(torch.zeros(1, 1, 8, 8))(torch.zeros(2, 4, 8, 8), torch.zeros(2), {})

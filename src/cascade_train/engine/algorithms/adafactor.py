@@ -43,8 +43,8 @@ class Adafactor(torch.optim.Adafactor):
         for group in self.param_groups:
             lists: list[list[Any]] = [[] for _ in range(6)]
             self._init_group(group, *lists)
-            for each in zip(*lists, strict=True):
-                _update(*each, group=group)
+            for tensors in zip(*lists, strict=True):
+                _update(*tensors, group=group)
 
 
 def _update(

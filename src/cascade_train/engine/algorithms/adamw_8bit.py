@@ -17,7 +17,7 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 
 @cache
 def code_values(signed: bool, device: torch.device) -> Tensor:
-    """Return the values of the 256 codes, ascending, in [-1, 1] or [0, 1] (dynamic tree quantisation).
+    """Values of the 256 codes, ascending, in [-1, 1] or [0, 1] (dynamic tree quantisation).
 
     A code has an exponent of ten and, the larger that is, the more bits of a fraction (Dettmers et al. 2022, 1.3).
     Here no code of [0, 1] is 0: the second moment divides.
@@ -27,22 +27,22 @@ def code_values(signed: bool, device: torch.device) -> Tensor:
         steps = 2 ** (exponent if signed else exponent + 1)
         middles = [0.1 + 0.9 * (step + 0.5) / steps for step in range(steps)]
         positive = [10.0 ** (exponent - 6) * middle for middle in middles]
-        values += [*positive, *(-each for each in positive)] if signed else positive
+        values += [*positive, *(-code for code in positive)] if signed else positive
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
 def encode(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return the nearest codes of fp32 values (R, ...), uint8 of their shape, and the scales (R, blocks of a row)."""
+    """Nearest codes of fp32 values (R, ...), uint8 of their shape, and the scales (R, blocks of a row)."""
     blocks = values.reshape(len(values), math.prod(values.shape[1:]) // block, block)
     scales = blocks.abs().amax(dim=2)
-    each = code_values(signed, values.device)
+    levels = code_values(signed, values.device)
     relative = blocks / scales.clamp(min=1e-30).unsqueeze(2)
-    nearest = torch.bucketize(relative, (each[1:] + each[:-1]) / 2, out_int32=True)
+    nearest = torch.bucketize(relative, (levels[1:] + levels[:-1]) / 2, out_int32=True)
     return nearest.to(torch.uint8).view(values.shape), scales
 
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """Return the fp32 values of codes."""
+    """Fp32 values of codes."""
     values = code_values(signed, codes.device)[codes.int()]
     blocks = values.view(*scales.shape, math.prod(codes.shape[1:]) // scales.shape[1])
     return (blocks * scales.unsqueeze(2)).view(codes.shape)
@@ -103,7 +103,7 @@ class AdamW8bit(Optimizer):
                 self.state[parameter] |= {f"{name}_codes": codes, f"{name}_scales": scales}
 
     def _moment(self, parameter: nn.Parameter, name: str) -> Tensor:
-        """Return a moment in fp32."""
+        """A moment in fp32."""
         state = self.state[parameter]
         if f"{name}_codes" in state:
             return decode(state[f"{name}_codes"], state[f"{name}_scales"], signed=MOMENTS[name])

@@ -110,7 +110,7 @@ class Prodigy(pytorch_optimizer.Prodigy):
             group.update(sums, d_hat=0.0)
 
     def estimate(self) -> float:
-        """Return the estimate of the distance, which scales the learning rate."""
+        """Estimate of the distance, which scales the learning rate."""
         return float(self.param_groups[0]["d"])
 
 

@@ -13,7 +13,7 @@ from cascade_train.engine.optimizer import decays
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether Muon trains a parameter: weights of linear layers, not kernels, norms, biases or tokens."""
+    """Whether Muon trains a parameter: weights of linear layers, not kernels, norms, biases or tokens."""
     return parameter.ndim == 2 and decays(name, parameter)
 
 
@@ -49,7 +49,7 @@ class Muon(Optimizer):
     ) -> None:
         if lr_ratio <= 0:
             raise ValueError(f"lr_ratio={lr_ratio} must be positive.")
-        groups = [each if isinstance(each, dict) else {"params": [each]} for each in params]
+        groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
         matrices, others = (_choose(groups, wanted) for wanted in (True, False))
         self._parts: list[Optimizer] = []
         if matrices:
@@ -58,12 +58,12 @@ class Muon(Optimizer):
             self._parts.append(torch.optim.Muon(matrices, **options))
         if others:
             options = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "fused": True}
-            self._parts.append(torch.optim.AdamW([{**each, "lr_ratio": lr_ratio} for each in others], **options))
+            self._parts.append(torch.optim.AdamW([{**group, "lr_ratio": lr_ratio} for group in others], **options))
         super().__init__([group for part in self._parts for group in part.param_groups], {})
 
     @staticmethod
     def by_element(name: str, parameter: nn.Parameter) -> bool:
-        """Return whether each number is updated by itself, so that a rank can update its shard alone."""
+        """Whether each number is updated by itself, so that a rank can update its shard alone."""
         return not is_matrix(name, parameter)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -81,8 +81,10 @@ class Muon(Optimizer):
 
 
 def _choose(groups: Iterable[dict[str, Any]], matrices: bool) -> list[dict[str, Any]]:
-    """Return the groups with the matrices alone, or with all but them; empty ones are left out."""
-    named = [(group, [each if isinstance(each, tuple) else ("", each) for each in group["params"]]) for group in groups]
+    """Groups with the matrices alone, or with all but them; empty ones are left out."""
+    named = [
+        (group, [entry if isinstance(entry, tuple) else ("", entry) for entry in group["params"]]) for group in groups
+    ]
     chosen: list[tuple[dict[str, Any], list[Tensor]]] = [
         (group, [p for name, p in entries if is_matrix(name, p) == matrices]) for group, entries in named
     ]

@@ -23,7 +23,7 @@ CUT = 16
 
 
 def random_bits(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return 16 random bits of each of the numbers `first` to `first + count` of a tensor, (count,) int32.
+    """16 random bits of each of the numbers `first` to `first + count` of a tensor, (count,) int32.
 
     They depend on key and number alone (Wellons 2018, lowbias32), so that they are the same however the numbers are
     divided among ranks. `key` has 32 bits.
@@ -37,7 +37,7 @@ def random_bits(key: int, first: int, count: int, device: torch.device) -> Tenso
 
 
 def round_bf16(value: Tensor, bits: Tensor) -> Tensor:
-    """Return fp32 values in bf16, away from zero with the probability of what is cut off; `bits` from `random_bits`.
+    """Fp32 values in bf16, away from zero with the probability of what is cut off; `bits` from `random_bits`.
 
     Beyond the largest number of bf16 that is infinite. What is no number stays none: CUDA's has all bits set, and a sum
     with others would be a zero.
@@ -75,7 +75,7 @@ class StochasticRounding(Optimizer):
             group["rounding"] = rounding
 
     def _stepped(self, parameter: nn.Parameter, settings: Mapping[str, Any]) -> Tensor:
-        """Return a parameter after the algorithm's step, in fp32."""
+        """A parameter after the algorithm's step, in fp32."""
         assert parameter.grad is not None
         weight = nn.Parameter(parameter.float())
         weight.grad = parameter.grad.float()
@@ -100,5 +100,5 @@ class StochasticRounding(Optimizer):
 
 
 def _signed(bits: int) -> int:
-    """Return 32 bits as the int32 that has them."""
+    """32 bits as the int32 that has them."""
     return bits - (1 << 32) if bits >> 31 else bits

@@ -53,7 +53,7 @@ class WeightsFile:
 
 
 def find_file(source: str, known: WeightsFile) -> Path:
-    """Return the path of a local file, or of `owner/name:file` on the hub; else a ConfigError."""
+    """Path of a local file, or of `owner/name:file` on the hub; else a ConfigError."""
     path = Path(source).expanduser()
     if path.is_file():
         return path

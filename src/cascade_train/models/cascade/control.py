@@ -24,7 +24,7 @@ from cascade_train.models.cascade.networks.controlnet import (
     mirrored_blocks,
 )
 from cascade_train.models.cascade.networks.efficientnet import load_features
-from cascade_train.models.control import Conditions, Control, ControlOptions, Steering, repeated
+from cascade_train.models.control import Conditions, Control, ControlOptions, ControlResiduals, repeated
 from cascade_train.models.formats.export import check_equal_tensors, module_around, replaced_directory
 from cascade_train.models.formats.weights import read_tensors, shapes_of, write_tensors
 from cascade_train.models.formats.weights_source import find_part, find_weight_files
@@ -104,14 +104,14 @@ class FeatureControl(Control):
             raise ConfigError(f"{origin}: this control network has task.bottleneck={spec.bottleneck}; set it so")
         self.module = module_around(lambda: ControlNetwork(spec), stored.state).float().to(self.device)
 
-    def steer(self, control_BCHW: Tensor) -> Steering:
+    def residuals(self, control_BCHW: Tensor) -> ControlResiduals:
         """Return the features of maps (B, C, h, w), made once."""
         features = self.module(control_BCHW)
 
-        def steering(noised_BCHW: Tensor, _timestep_B: Tensor, _cond: Conditions) -> dict[int, Tensor]:
+        def residuals(noised_BCHW: Tensor, _timestep_B: Tensor, _cond: Conditions) -> dict[int, Tensor]:
             return {block: repeated(value, len(noised_BCHW)) for block, value in features.items()}
 
-        return steering
+        return residuals
 
     def write(self, state: Mapping[str, Tensor], directory: Path) -> float:
         """Write a folder with one file in the original's layout and our metadata."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import parsing, stored_mapping
-from cascade_train.models.control import Conditions, Control, ControlOptions, Steering, repeated
+from cascade_train.models.control import Conditions, Control, ControlOptions, ControlResiduals, repeated
 from cascade_train.models.formats.export import check_equal_tensors, module_around, quiet, replaced_directory
 from cascade_train.models.formats.weights import check_fit, open_weights, shapes_of, write_tensors
 from cascade_train.models.formats.weights_source import find_weight_files
@@ -84,12 +84,12 @@ class UNetControl(Control):
         network.load_state_dict(state, assign=True)
         self.module = nn.Module.to(network, device=self.device, dtype=torch.float32)
 
-    def steer(self, control_BCHW: Tensor) -> Steering:
+    def residuals(self, control_BCHW: Tensor) -> ControlResiduals:
         """Return what the network makes of latents, noise level and conditions under maps (B, C, H, W)."""
         channels = self._channels()
         map_BCHW = control_BCHW.expand(-1, channels, -1, -1) if control_BCHW.shape[1] == 1 else control_BCHW
 
-        def steering(noised_BCHW: Tensor, timestep_B: Tensor, cond: Conditions) -> dict[int, Tensor]:
+        def residuals(noised_BCHW: Tensor, timestep_B: Tensor, cond: Conditions) -> dict[int, Tensor]:
             sides = tuple(side * self._stage.vae.stride for side in noised_BCHW.shape[-2:])
             if tuple(map_BCHW.shape[-2:]) != sides:
                 raise ConfigError(
@@ -101,7 +101,7 @@ class UNetControl(Control):
             maps_BCHW = repeated(map_BCHW, len(noised_BCHW))
             return self.module(noised_BCHW, timestep_B, control_BCHW=maps_BCHW, **inputs)
 
-        return steering
+        return residuals
 
     def write(self, state: Mapping[str, Tensor], directory: Path) -> float:
         """Write a folder that `ControlNetModel.from_pretrained` of diffusers loads, see `Save`."""
