@@ -20,6 +20,7 @@ from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.table import TableRows, TableSource
 from cascade_train.data.tar.storage import PerProcess
 from cascade_train.errors import ConfigError, install_hint
+from cascade_train.files.run_folder import walk_data
 from cascade_train.files.untrusted import open_regular, parsing
 
 PARQUET_FIELDS = [*ROW_FIELDS, ("row", "<i4"), ("bytes", "<i8")]
@@ -67,7 +68,8 @@ class Parquet(TableSource):
     def _find_files(self) -> list[Path]:
         paths = []
         for path in self._paths:
-            found = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+            files = [folder / name for folder, names in walk_data(path) for name in names] if path.is_dir() else [path]
+            found = sorted(file for file in files if file.suffix == ".parquet" or file == path)
             if not found or not found[0].is_file():
                 raise ConfigError(
                     f"data.path={path} is no parquet file, nor a folder that holds some; paths are relative to the"

@@ -1,7 +1,11 @@
-"""Which folder is a run's, when a young run saves its first checkpoint, and folders for what a run makes."""
+"""Marks of what this library writes, by which data below a folder is told apart; and a run's folder and its saves."""
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,13 @@ from cascade_train.files.untrusted import read_mapping, read_rows
 EXPORT, EXPORTED = "export", "exported.json"
 BESIDE = ("environment.json", "checkpoints")
 """What lies beside the configuration of a run, of which an export has none."""
+
+_OUTPUTS = {"metrics.jsonl", "multirun.yaml", EXPORTED, "model_index.json", "adapter_config.json", "index.npz"}
+"""Files of which one marks a run, a sweep, an export, or a cache of latents."""
+_SYSTEMS = {"@eaDir", "#recycle", "@Recycle", "$RECYCLE.BIN", "__MACOSX"}
+"""Folders of thumbnails and deleted files that systems leave among pictures."""
+_SAMPLE = re.compile(r"\d{2,}_\w+\.png")
+_log = logging.getLogger(__name__)
 
 
 def exported_step(run: Path) -> int | None:
@@ -22,6 +33,51 @@ def is_run(folder: Path) -> bool:
     """Return whether a folder is a run's, however young, and no export."""
     begun = (folder / "config.yaml").is_file() and any((folder / name).exists() for name in BESIDE)
     return begun or (folder / "metrics.jsonl").is_file()
+
+
+def is_output(folder: Path, names: Collection[str]) -> bool:
+    """Whether a folder with files of these names is a run, a sweep, an evaluation, a cache of latents or an export."""
+    return not _OUTPUTS.isdisjoint(names) or {"grid.png", "metrics.json"} <= {*names} or is_run(folder)
+
+
+def _written_beside(names: Collection[str], *, is_root: bool) -> set[str]:
+    """Pictures among a user's own that are charts of a run, samples of a model card, or generated.
+
+    Images that were generated into the root itself are data: whoever names their folder means them.
+    """
+    written = {"loss.png", "loss_by_logsnr.png"} if "metrics.jsonl" in names else set()
+    written |= {"samples.png"} if "README.md" in names else set()
+    samples = set(filter(_SAMPLE.fullmatch, names)) if "grid.png" in names else set()
+    return written | ({"grid.png"} if samples else set()) | (set() if is_root else samples)
+
+
+def walk_data(root: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield each folder of data from `root` on and its files, both in the order of their code points.
+
+    Hidden files, folders of the system and what this library wrote are no data; the last is logged once. A folder that
+    is reached again by a link counts once. Raises OSError.
+    """
+    seen: set[tuple[int, int]] = set()
+    outputs: list[str] = []
+    for name, folders, names in os.walk(root, followlinks=True, onerror=_raise):
+        folder, status = Path(name), os.stat(name)  # noqa: PTH116
+        is_root, place = folder == root, (status.st_dev, status.st_ino)
+        if place in seen or (not is_root and is_output(folder, names)):
+            outputs += [] if place in seen else [folder.relative_to(root).as_posix()]
+            folders.clear()
+            continue
+        seen.add(place)
+        folders[:] = sorted(child for child in folders if not child.startswith(".") and child not in _SYSTEMS)
+        written = _written_beside(names, is_root=is_root)
+        outputs += [(folder / file).relative_to(root).as_posix() for file in sorted(written.intersection(names))[:1]]
+        yield folder, sorted(file for file in names if not file.startswith(".") and file not in written)
+    if outputs:
+        text = "%s: what this library wrote below it (runs, samples, caches, exports) is no data: %s"
+        _log.info(text, root, ", ".join(sorted(outputs)[:5]))
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def run_named(key: str, name: str) -> Path:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,6 +67,44 @@ def test_pictures_are_found_in_all_folders_in_the_order_of_their_names(tmp_path:
     for name in (".hidden.png", "._a.png", ".git/x.png", "notes.txt", "a.mask.png", "movie.mp4", "png"):
         write(tmp_path / name)
     assert names(folder(tmp_path)) == ["a.png", "b.JPG", "Ä.webp", "y/deep/1.jpeg", "z/10.jfif", "z/2.bmp"]
+
+
+WRITTEN = {
+    "run": ("runs/a/metrics.jsonl", "runs/a/samples/step_2/00_sampled.png", "runs/a/loss.png"),
+    "young run": ("a/config.yaml", "a/environment.json", "a/samples/step_2/00_sampled.png"),
+    "generated": ("generated/00_00.png", "generated/grid.png"),
+    "copied grids": ("kept/step_2/00_sampled.png", "kept/step_2/ema_00.txt", "kept/step_2/grid.png"),
+    "evaluation": ("fid/metrics.json", "fid/grid.png", "fid/pictures/000000.png"),
+    "sweep": ("multirun/x/multirun.yaml", "multirun/x/0/samples.png"),
+    "cache": ("cache/index.npz", "cache/manifest.json", "cache/a.png"),
+    "export": ("lora/adapter_config.json", "lora/samples.png"),
+    "model card": ("own/README.md", "own/samples.png"),
+    "root is a run": (
+        "metrics.jsonl",
+        "loss.png",
+        "loss_by_logsnr.png",
+        "samples/step_2/01_x.png",
+        "samples/step_2/grid.png",
+    ),
+    "thumbnails": ("@eaDir/a.png/SYNOPHOTO_THUMB_M.jpg", "__MACOSX/a.png", ".thumbnails/a.png", "._a.png"),
+}
+
+
+@pytest.mark.parametrize("files", WRITTEN.values(), ids=WRITTEN)
+def test_what_runs_and_systems_write_below_the_folder_is_no_data(files: tuple[str, ...], tmp_path: Path) -> None:
+    for name in ("a.png", "sub/b.png", "own/c.png", *files):
+        write(tmp_path / name)
+    assert {picture.name for picture in find_pictures(tmp_path, [])} == {"a.png", "sub/b.png", "own/c.png"}
+
+
+def test_own_pictures_beside_generated_ones_and_a_folder_named_itself_are_data(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("grid.png", "00_00.png", "mixed/mine.png", "mixed/00_00.png", "mixed/grid.png"):
+        write(tmp_path / name)
+    caplog.set_level("INFO")
+    assert names(folder(tmp_path)) == ["00_00.png", "mixed/mine.png"]
+    assert caplog.text.count("is no data: grid.png, mixed/00_00.png") == 1
 
 
 def test_links_are_followed_and_their_loops_end(tmp_path: Path) -> None:
@@ -370,12 +410,37 @@ def test_what_belongs_to_no_picture_is_named_once(tmp_path: Path, caplog: pytest
         folder(tmp_path).check()
 
 
-def test_a_link_to_nothing_is_one_unreadable_sample(tmp_path: Path) -> None:
-    (tmp_path / "a.png").symlink_to(tmp_path / "gone.png")
+def link_to_nothing(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("gone.png")
+
+
+def link_to_itself(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize("loss", [Path.unlink, link_to_nothing, link_to_itself])
+@pytest.mark.parametrize("suffix", [".png", ".txt", ".json", ".mask.png"])
+def test_a_file_that_is_lost_during_a_run_is_one_unreadable_sample(loss, suffix: str, tmp_path: Path) -> None:
+    for name in ("sub/a.png", "sub/a.txt", "sub/a.json", "sub/a.mask.png"):
+        write(tmp_path / name, None if name.endswith("png") else "{}")
+    source = folder(tmp_path, captions=Captions(template="{caption} {a}"))
+    source.open()
+    loss(tmp_path / f"sub/a{suffix}")
+    with pytest.raises(UnreadableSampleError, match="is gone or may not be read|is damaged"):
+        source.read(0)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EACCES, UnreadableSampleError), (errno.EIO, OSError)])
+def test_a_lost_permission_is_the_samples_fault_and_a_failing_disk_is_not(number, kind, tmp_path, monkeypatch) -> None:
+    write(tmp_path / "a.png")
     source = folder(tmp_path)
     source.open()
-    with pytest.raises(UnreadableSampleError, match="its image is a link to nothing that can be read"):
+    monkeypatch.setattr("cascade_train.data.sample.open_regular", Mock(side_effect=OSError(number, "x")))
+    with pytest.raises(kind) as raised:
         source.read(0)
+    assert raised.type is kind
 
 
 def test_the_home_folder_has_its_short_form_in_index_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 from cascade_train.data.index.row_filter import read_metadata
 from cascade_train.data.sample import FileLimits, UnreadableSampleError
 from cascade_train.errors import ConfigError
+from cascade_train.files.run_folder import walk_data
 from cascade_train.files.untrusted import open_regular, parsing, read_yaml
 
 EXTENSIONS = ("jpg", "jpeg", "jfif", "png", "webp", "bmp")  # of pictures, in any case
@@ -40,8 +40,8 @@ class PictureFile:
 def find_pictures(root: Path, others: list[str]) -> Iterator[PictureFile]:
     """Yield the pictures below a folder, folders and names in the order of their code points.
 
-    `others` gets the names of visible files that belong to none of them. Links to folders are followed; a folder that
-    is reached again, as by a loop of links, counts once. A ConfigError for a missing folder or a wrong `multiply.txt`.
+    `others` gets the names of visible files that belong to none of them. See `walk_data` for what is no data. A
+    ConfigError for a missing folder or a wrong `multiply.txt`.
     """
     if not root.is_dir():
         other = f". Tars are read by: data=webdataset data.urls={root}" if root.suffix == ".tar" else ""
@@ -49,19 +49,11 @@ def find_pictures(root: Path, others: list[str]) -> Iterator[PictureFile]:
         raise ConfigError(
             f"data.path={root} is not a folder; paths are relative to the current folder, {Path.cwd()}{other}"
         )
-    seen: set[tuple[int, int]] = set()
     strange: list[str] = []
-    for folder, folders, names in os.walk(root, followlinks=True, onerror=_raise):
-        stat = Path(folder).stat()
-        if (stat.st_dev, stat.st_ino) in seen:
-            folders.clear()
-            continue
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        seen.add((stat.st_dev, stat.st_ino))
-        prefix = "" if Path(folder) == root else f"{Path(folder).relative_to(root).as_posix()}/"
+    for folder, names in walk_data(root):
+        prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
         strange += [name for name in names if not _is_utf8(prefix + name)]
-        visible = sorted(name for name in names if not name.startswith(".") and _is_utf8(prefix + name))
-        yield from _in_one_folder(Path(folder), prefix, visible, others)
+        yield from _in_one_folder(folder, prefix, [name for name in names if _is_utf8(prefix + name)], others)
     if strange:
         _log.warning("%s: left out %d files whose names are not UTF-8: %s", root, len(strange), ascii(strange[:5]))
 
@@ -126,7 +118,3 @@ def _read_factor(path: Path) -> float:
 
 def _is_utf8(name: str) -> bool:
     return name.encode(errors="replace").decode() == name
-
-
-def _raise(error: OSError) -> None:
-    raise error
