@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,8 @@ FEW = 3
 """Unreadable samples that any share allows, while they are at most half of all: few samples say little."""
 
 PICTURES = ("image", "mask")
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP}
+"""Errors of a file that was removed or closed to this user; others are those of a disk or a network."""
 
 
 class UnreadableSampleError(RunError):
@@ -82,15 +85,18 @@ class FileLimits:
             raise UnreadableSampleError(f"its {part} has {size} bytes, more than data.{key}={limit} allows")
 
     def read(self, path: Path, part: str) -> bytes:
-        """Read a whole file; an UnreadableSampleError where it is larger than allowed, or no plain file."""
+        """Read a whole file; an UnreadableSampleError where it is larger than allowed, gone, or no plain file.
+
+        An OSError where the disk or the network fails: that is no fault of the sample.
+        """
         try:
             with open_regular(path) as file:
                 self.check(part, os.fstat(file.fileno()).st_size)
                 return file.read()
         except OSError as error:
-            if not path.is_symlink():
+            if error.errno not in _GONE:
                 raise
-            raise UnreadableSampleError(f"its {part} is a link to nothing that can be read") from error
+            raise UnreadableSampleError(f"its {part} is gone or may not be read: {error.strerror}") from error
         except ValueError as error:  # what a table names
             raise UnreadableSampleError(f"its {part} is no plain file: {error}") from error
 
