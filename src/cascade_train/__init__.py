@@ -12,7 +12,7 @@ from cascade_train.errors import ConfigError, RunError
 if TYPE_CHECKING:
     from cascade_train.commands.parts.python import Run, compose, evaluate, generate, plan, train
 
-__version__ = "0.1.0"
+__version__ = "1.0.0.dev0"
 __all__ = ["ConfigError", "Run", "RunError", "compose", "evaluate", "generate", "plan", "train"]
 
 

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from cascade_train.__main__ import launch
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.slow
 
 RUN = ("task=finetune", *NARROW, "train.global_batch_size=4", "data.num_workers=0")
 GOES_ON = "data.on_change=restart"
-UNKNOWN = "Whether files of the data changed is unknown"
 
 
 def write(folder: Path, row: int, caption: str | None = None, tint: int | None = None, side: int = 96) -> None:
@@ -122,19 +120,6 @@ def test_a_cache_of_a_folder_whose_caption_was_edited_trains_only_on_demand(
     told.by_training(tmp_path / "cache", "train.max_steps=2", code=0)
 
 
-def test_a_cache_of_before_goes_on_with_a_warning(data: Path, tmp_path: Path, told: Told) -> None:
-    folder, source = tmp_path / "cache", ("data=folder", f"data.path={data}")
-    told.by_cache(folder, *source)
-    for path in folder.glob("unit-*.npz"):
-        with np.load(path) as parts:
-            kept = {name: parts[name] for name in parts if name != "content"}
-        np.savez(path, **kept)
-    (data / "3.txt").write_text("another caption")
-    assert told.by_cache(folder, *source).count(UNKNOWN) == 1
-    assert UNKNOWN not in told.by_training(folder, code=0)
-    assert told.by_training(folder, "train.max_steps=2", code=0).count(UNKNOWN) == 1
-
-
 def test_a_resume_is_refused_where_captions_changed_and_begins_another_epoch_on_demand(
     tmp_path: Path, told: Told
 ) -> None:
@@ -164,19 +149,6 @@ def test_a_run_goes_on_in_its_epoch_with_a_copy_of_its_data_elsewhere(data: Path
     assert f"data.path: {data} -> {moved} Remedy: another run.name" in told.by(*command, code=2)
     assert "begins" not in told.by(*command, GOES_ON, code=0)
     assert read_metrics(run) == read_metrics(tmp_path / "same")
-
-
-def test_a_checkpoint_of_before_goes_on_with_a_warning(data: Path, tmp_path: Path, told: Told) -> None:
-    from cascade_train.engine.checkpoint.folder import read_manifest, write_manifest
-
-    run = train(tmp_path / "run", *RUN, "data=folder", f"data.path={data}", "train.max_steps=1")
-    checkpoint = run / "checkpoints" / "step_1"
-    manifest = read_manifest(checkpoint)
-    del manifest.facts["data"]["content"]
-    write_manifest(checkpoint, manifest)
-    (data / "3.txt").write_text("another caption")
-    command = (*SMALL, *RUN, "data=folder", f"data.path={data}", "train.max_steps=2", f"run.dir={run}")
-    assert UNKNOWN in told.by(*command, code=0)
 
 
 def test_other_data_on_a_resume_is_told_in_a_few_lines(data: Path, tmp_path: Path, told: Told) -> None:

@@ -45,16 +45,6 @@ def test_equal_runs_are_equal_and_their_tensors_are_not_read(tmp_path, capsys, m
     )
 
 
-def test_a_setting_that_an_earlier_version_lacks_is_no_difference(tmp_path, capsys, run):
-    other = Path(shutil.copytree(run, tmp_path / "other"))
-    saved = (other / "config.yaml").read_text()
-    (other / "config.yaml").write_text(
-        "".join(line for line in saved.splitlines(True) if "compile_fallback" not in line)
-    )
-    assert compared(capsys, run, other)[1].startswith("Settings: equal\n")
-    assert compared(capsys, other, run)[1].startswith("Settings: equal\n")
-
-
 def test_another_seed_changes_all_but_the_version(tmp_path, capsys, run):
     other = train(tmp_path / "other", *RUN, "run.seed=1")
     code, text = compared(capsys, run, other)

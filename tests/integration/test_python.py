@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from cascade_train import ConfigError, Run, RunError, compose, evaluate, generate, plan, train
 from cascade_train.commands.parts import python
 from cascade_train.config.groups import typed_keys
-from cascade_train.config.launch import BASE, replaced
+from cascade_train.config.launch import replaced
 from cascade_train.data.data_set import DataSet
 from cascade_train.distributed.process_group import process_group
 from cascade_train.engine.loop import Trainer
@@ -134,7 +134,7 @@ def test_a_host_program_keeps_its_settings(tmp_path: Path, monkeypatch: pytest.M
     async def cell(*overrides: str) -> Run:
         return train(*LORA, *overrides)
 
-    with hydra.initialize_config_dir(str(tmp_path), **BASE):
+    with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
         before = seen()
         assert asyncio.run(cell("run.name=in_a_loop", "run.deterministic=true")).stopped is None
         assert seen() == before

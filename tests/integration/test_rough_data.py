@@ -178,7 +178,7 @@ def test_a_tar_that_is_cut_short_is_refused(rough, tmp_path, capfd):
     assert "rough.tar" in capfd.readouterr().err
 
 
-def test_a_batch_of_more_than_all_samples_is_refused_and_a_run_that_has_one_goes_on(tmp_path, capfd, monkeypatch):
+def test_a_batch_of_more_than_all_samples_is_refused(tmp_path, capfd):
     path = tars.write(tmp_path / "set" / "few.tar", tars.samples(range(10)))
     few = [*NARROW, "task=finetune", "data=webdataset", f"data.urls={path}", "data.num_workers=0"]
     arguments = [*SMALL, *few, f"run.dir={tmp_path / 'run'}"]
@@ -190,13 +190,9 @@ def test_a_batch_of_more_than_all_samples_is_refused_and_a_run_that_has_one_goes
         tmp_path / "flushed", *few, "train.global_batch_size=16", "data.leftover=flush", "train.max_steps=1"
     )
     assert len(read_metrics(flushed)) == 1
-    with monkeypatch.context() as patched:  # as an earlier version
-        patched.setattr("cascade_train.data.data_set.DataSet.check_batch", lambda *_: None)
-        train(tmp_path / "run", *few, "train.global_batch_size=16", "train.max_steps=1")
-    assert len(read_metrics(train(tmp_path / "run", *few, "train.global_batch_size=16", "train.max_steps=2"))) == 2
 
 
-def test_runs_and_caches_of_before_metadata_was_read_go_on_with_the_key_that_a_refusal_names(tmp_path, capfd):
+def test_a_run_or_cache_without_metadata_goes_on_with_the_key_that_a_refusal_names(tmp_path, capfd):
     root = tmp_path / "set"
     for number in range(12):
         (root / f"img_{number:03d}.png").write_bytes(tars.picture(tint=number))

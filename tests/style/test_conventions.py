@@ -104,7 +104,6 @@ SECOND_FAMILY = re.compile(r"stable[ _-]?diffusion|sdxl|condition_?unet", re.IGN
 MAY_NAME_IT = {
     "models/stable_diffusion/": "the family itself",
     "config/recipes/": "tables of what other trainers' files mean by its names",
-    "renamed.py": "names that saved configurations hold",
 }
 
 

@@ -14,7 +14,7 @@ from tests.style.source import PACKAGE, SourceFile, in_rooms, library
 BELOW = {"config", "engine", "distributed", "tasks", "diffusion", "models", "filters", "data"}
 """Rooms that know nothing of how a run is put together."""
 
-# What each room may import of the library. `batch`, `errors`, `files`, `options`, `redaction`, `renamed` and
+# What each room may import of the library. `batch`, `errors`, `files`, `options`, `redaction` and
 # `signals` are open to all.
 INSIDE = {
     "__main__": {"commands", "assembly", "config"},
@@ -34,10 +34,9 @@ INSIDE = {
     "files": {"files"},
     "options": set(),
     "redaction": set(),
-    "renamed": set(),
     "signals": set(),
 }
-GROUND = {"batch", "errors", "files", "options", "redaction", "renamed", "signals"}
+GROUND = {"batch", "errors", "files", "options", "redaction", "signals"}
 
 # What each room may import from elsewhere, beside the standard library.
 OUTSIDE = {
@@ -49,7 +48,6 @@ OUTSIDE = {
     "files": {"yaml", "huggingface_hub"},
     "options": {"regex"},
     "redaction": set(),
-    "renamed": set(),
     "signals": set(),
     "config": {"hydra", "omegaconf", "yaml"},
 }

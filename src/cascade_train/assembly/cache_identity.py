@@ -10,12 +10,10 @@ from typing import Any
 
 from cascade_train.config.arguments import component_options, declared_roles
 from cascade_train.data.cached import Cached
-from cascade_train.engine.run.config_difference import ADDED
 from cascade_train.errors import ConfigError
-from cascade_train.files.hub import parse_source, without_commit
+from cascade_train.files.hub import parse_source
 from cascade_train.models.formats.weights_source import local_path
 from cascade_train.models.stage import Stage
-from cascade_train.renamed import first_target
 from cascade_train.tasks.base import Task
 
 
@@ -47,8 +45,6 @@ def by_content(node: Mapping[str, Any], *, seeded: bool = False) -> dict[str, An
     found: dict[str, Any] = {
         key: by_content(value, seeded=seeded) if isinstance(value, Mapping) else value for key, value in node.items()
     }
-    if "_target_" in found:
-        found["_target_"] = first_target(found["_target_"])  # as caches of earlier versions have it
     for key in [name for name, roles in declared_roles(node).items() if "File" in roles and name in node]:
         inside = "subfolder" if key == "weights" else f"{key}_subfolder"
         found[key] = None if seeded else content(found[key], found.pop(inside, None))
@@ -79,7 +75,7 @@ def local_files(source: str, subfolder: str | None) -> list[Path]:
 def first_difference(own: Mapping[str, Any], held: Mapping[str, Any]) -> str | None:
     """Return the first key, with both values, in which a run differs from what a cache was made with."""
     for key, value in own.items():
-        other = held.get(key, ADDED.get(key))
+        other = held.get(key)
         if not _same(value, other):
             return f"{key}={_shown(value)}, where the cache has {_shown(other)}"
     return None
@@ -90,15 +86,10 @@ def _same(own: Any, held: Any) -> bool:
     if not (_is_content(own) and _is_content(held)):
         if isinstance(own, Mapping) and isinstance(held, Mapping):
             return own.keys() == held.keys() and all(_same(value, held[key]) for key, value in own.items())
-        return bool(own == held) or (_is_content(own) and _same_name(own["source"], held))  # of earlier versions
+        return bool(own == held)
     if None in (own["sha256"], held["sha256"]):
-        return _same_name(own["source"], held["source"])
+        return bool(own["source"] == held["source"])
     return bool(own["sha256"] == held["sha256"])
-
-
-def _same_name(own: Any, held: Any) -> bool:
-    """Compare sources by name; earlier versions named no revision."""
-    return bool(own == held) or (isinstance(own, str) and without_commit(own) == held)
 
 
 def _is_content(value: Any) -> bool:

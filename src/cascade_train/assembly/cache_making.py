@@ -207,7 +207,7 @@ def describe(cfg: Mapping[str, Any], encoder: Encoder, data: Rows, index: Index,
     batch = Batch(image_BCHW=torch.from_numpy(black)[None], tensors=tensors, **one)
     captions = encoder.captions([""]).get("", {})
     identity = encoder_identity(cfg, stage, [*stage.image_products, *captions]) | data_identity(cfg)
-    if data.index.metadata:  # caches made before have none: these captions came from elsewhere
+    if data.index.metadata:
         identity["data.metadata"] = data.index.metadata
     return CacheManifest(
         rows=len(index),

@@ -76,10 +76,8 @@ def report(args: ReportArgs) -> int:
 
 
 def overrides_of(run: Path) -> list[str]:
-    """Return a run's overrides; for a run of an earlier version, as its environment recorded them."""
-    start = read_mapping(run / "start.json", overrides=list)
-    words = read_mapping(run / "environment.json", command_line=list).get("command_line", [])
-    return [str(word) for word in start.get("overrides", [word for word in words if "=" in str(word)])]
+    """Overrides of a run's command line."""
+    return [str(word) for word in read_mapping(run / "start.json", overrides=list).get("overrides", [])]
 
 
 def sweep_results(folder: Path) -> list[Result]:

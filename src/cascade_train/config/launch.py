@@ -1,4 +1,4 @@
-"""From the command line to a checked configuration: runs Hydra, of 1.3 or 1.4, on `conf/`, and passes the result on."""
+"""From the command line to a checked configuration: runs Hydra on `conf/`, and passes the result on."""
 
 from __future__ import annotations
 
@@ -33,15 +33,6 @@ from cascade_train.config.sweeps.slurm import adopt_slurm_step, one_thread_a_ran
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import redact_argument, show_log
 from cascade_train.signals import CONTINUED, Signals, while_importing
-
-HAS_WHITELIST = tuple(int(part) for part in hydra.__version__.split(".")[:2]) >= (1, 4)
-"""Hydra 1.4 deprecates `version_base`, and instantiates only what code that is trusted listed; 1.3 knows no list."""
-
-BASE: dict[str, Any] = {} if HAS_WHITELIST else {"version_base": "1.3"}
-"""Arguments of `hydra.main` and `initialize_config_dir` for the behaviour of 1.3."""
-
-CALLBACKS: dict[str, Any] = {"execution_whitelist": "cascade_train.config.sweep.SweepResults"} if HAS_WHITELIST else {}
-"""Arguments of `hydra.main` that let it make the callbacks of conf/config.yaml."""
 
 ConfigStore.instance().store(name="schema", node=Root)
 
@@ -100,7 +91,7 @@ def compose_and_run(
             replaced(HydraConfig.instance(), "cfg", HydraConfig.instance().cfg),
             _full_errors("1"),  # else Hydra prints what fails, on every rank
         ):
-            hydra.main(config_path=str(conf_dir()), config_name="config", **BASE, **CALLBACKS)(job)()
+            hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(job)()
         return 0
     except SystemExit as stop:
         return int(stop.code or 0)
@@ -127,7 +118,7 @@ def prepare_process() -> None:
 
 def compose_root(overrides: Sequence[str], *, for_run: bool = True) -> DictConfig:
     """Return the configuration that overrides describe, not checked; `for_run` lets `${hydra:…}` refer to it."""
-    with hydra.initialize_config_dir(str(conf_dir()), **BASE):
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = hydra.compose("config", [*overrides], return_hydra_config=for_run)
     if for_run:
         HydraConfig.instance().set_config(cfg)

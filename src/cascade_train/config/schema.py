@@ -171,8 +171,6 @@ class MemoryConfig:
     budget_gb: Any = None
     """GB (10^9 bytes) of a device that the training is made to fit, by means that the command line leaves open; auto =
     the device's own; null = nothing is chosen."""
-    allow_overflow: bool = False
-    """Has no effect: no start is refused for its computed peak. Accepted for commands of earlier versions."""
 
     def __post_init__(self) -> None:
         number_or_auto(self, "memory", "budget_gb", float)

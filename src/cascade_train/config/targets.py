@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.errors import ConfigError
-from cascade_train.renamed import current_target
 from cascade_train.signals import while_importing
 
 TRUSTED = (
@@ -88,12 +87,12 @@ def check_targets(nodes: Mapping[str, Any], allowed: Sequence[str] | None) -> No
 
 
 def import_target(target: str) -> Any:
-    """Import what a dotted path names, today or in an earlier version.
+    """Import what a dotted path names.
 
     Raises:
         ConfigError: it names nothing, or its module cannot be imported; the message begins with the target.
     """
-    top, *rest = current_target(target).split(".")
+    top, *rest = target.split(".")
     if top not in sys.modules and importlib.util.find_spec(top) is None:
         raise ConfigError(
             f"{target!r} names nothing: there is no module or package {top!r} where Python looks for one, such as the "

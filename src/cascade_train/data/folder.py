@@ -94,7 +94,7 @@ class PictureFolder(FileSource):
         table = np.zeros(len(found), dtype=FOLDER_FIELDS)
         file_bytes, facts = load_picture_facts(self._root, self._root, [file.name for file in found], self._cache_dir)
         table["bytes"], table["width"], table["height"] = file_bytes, *facts[:, :2].T
-        content = combine(facts[:, 2], *self._checksums_beside(found, facts[:, 2]))
+        content = combine(facts[:, 2], *self._checksums_beside(found))
         for part in ("caption", "values", "mask"):
             table[part] = [getattr(file, part) for file in found]
         keys = np.array([file.name.encode() for file in found])
@@ -118,13 +118,13 @@ class PictureFolder(FileSource):
             content=content[rows],
         )
 
-    def _checksums_beside(self, found: list[PictureFile], known: np.ndarray) -> np.ndarray:
-        """Return the checksums of captions, values and masks that make samples, (3, N), of those of known pictures."""
+    def _checksums_beside(self, found: list[PictureFile]) -> np.ndarray:
+        """Return the checksums of captions, values and masks that make samples, (3, N)."""
         takes_values, names = self.captions.needs_values, list[str]()
-        for file, is_known in zip(found, known.tolist(), strict=True):
+        for file in found:
             caption = CAPTION_FILES[file.caption] if self._takes_captions else ""
             parts = caption, VALUE_FILES[file.values] if takes_values else "", MASK if file.mask else ""
-            names += [beside(file.name, extension) if extension and is_known else "" for extension in parts]
+            names += [beside(file.name, extension) if extension else "" for extension in parts]
         parts_N3 = load_checksums(self._root, self._root, names, self._cache_dir).reshape(-1, 3)
         for own, file in zip(parts_N3, found, strict=True):
             if file.row:

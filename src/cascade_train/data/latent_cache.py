@@ -30,7 +30,6 @@ from cascade_train.data.tar.storage import LocalFiles
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import replacing, write_durably
 from cascade_train.files.untrusted import load_mapping, open_regular, parsing
-from cascade_train.renamed import current_target
 
 FORMAT = 1
 MANIFEST, INDEX = "manifest.json", "index.npz"
@@ -118,17 +117,10 @@ def first_difference(manifest: CacheManifest, other: CacheManifest) -> str | Non
         if getattr(manifest, name) != getattr(other, name):
             return f"{name} is {getattr(manifest, name)} here and {getattr(other, name)} there"
     for key in sorted(manifest.identity.keys() | other.identity.keys()):
-        own, its = manifest.identity.get(key), other.identity.get(key)
-        if _renamed(own) != _renamed(its):
-            return f"{key} is {own} here and {its} there"
+        own, theirs = manifest.identity.get(key), other.identity.get(key)
+        if own != theirs:
+            return f"{key} is {own} here and {theirs} there"
     return None
-
-
-def _renamed(value: Any) -> Any:
-    """Return an option, or a component's options, with the names that classes have today."""
-    if isinstance(value, Mapping):
-        return {key: _renamed(each) for key, each in value.items()}
-    return current_target(value) if isinstance(value, str) else value
 
 
 def read_manifest(folder: Path) -> CacheManifest:
@@ -195,7 +187,7 @@ class UnitTable:
     digests: np.ndarray  # (M,) bytes, `caption_digest` of each caption
     tar_bytes: np.ndarray  # (2,) int64 sizes of the tars of samples and captions
     manifest: str  # digest of the manifest that the unit was made under
-    content: np.ndarray  # of its rows, see `Index.content`; 0 where the unit was made before that was recorded
+    content: np.ndarray  # of its rows, see `Index.content`
 
 
 def caption_digest(caption: str) -> str:
@@ -253,8 +245,7 @@ def load_table(folder: Path, unit: int, manifest: CacheManifest) -> UnitTable | 
     """
     paths = [unit_file(folder, kind, unit) for kind in ("samples", "captions")]
     try:
-        unknown = {"content": np.zeros(len(manifest.rows_of(unit)), dtype=np.uint64)}
-        parts = unknown | _arrays(unit_file(folder, "unit", unit))
+        parts = _arrays(unit_file(folder, "unit", unit))
         table = UnitTable(manifest=str(parts.pop("manifest")), **parts)
         sizes = [path.stat().st_size for path in paths]
     except Exception:  # numpy and zipfile answer damage in many ways

@@ -171,10 +171,10 @@ def load_file(path: Path, columns: Columns, cache_dir: Path | None) -> Mapping[s
     text = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{columns}|{_FORMAT}"
     cached = cache_file(default_cache_dir(path) if cache_dir is None else cache_dir, path.stem, text)
     kept = read_cache(cached)
-    if kept is None or not kept.keys() >= {"table", "keys", "unfilled"}:
+    if kept is None or not kept.keys() >= {"table", "keys", "unfilled", "checksums"}:
         kept = scan_file(path, columns)
         write_cache(cached, kept, required=cache_dir is not None)
-    return {"checksums": np.zeros((len(kept["table"]), 2), dtype=np.int64), **kept}  # earlier versions kept none
+    return kept
 
 
 def scan_file(path: Path, columns: Columns) -> dict[str, np.ndarray]:

@@ -208,11 +208,6 @@ def parse_source(source: str) -> HubSource | None:
     return match and HubSource(match["repo"], match["revision"], match["inside"] or "")
 
 
-def without_commit(source: str) -> str:
-    """Return a source of the hub without the commit that it is pinned to; any other text as it is."""
-    return re.sub(rf"@{_COMMIT.pattern}(?=[:/]|$)", "", source)
-
-
 def announced_hash(path: Path) -> str | None:
     """Return the hub's hash of a cached file: SHA-256 of large ones, git's SHA-1 of small ones."""
     name = path.readlink().name if path.is_symlink() else ""

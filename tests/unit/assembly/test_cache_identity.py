@@ -38,13 +38,6 @@ def test_weights_that_are_not_here_count_by_name():
     assert content(None, None) is None
 
 
-def test_a_source_that_is_pinned_since_is_the_one_that_made_the_cache():
-    pinned = content(f"nobody/nothing@{'a' * 40}", "text_encoder")
-    for held in (content("nobody/nothing", "text_encoder"), "nobody/nothing/text_encoder"):
-        assert first_difference({"k": pinned}, {"k": held}) is None
-    assert first_difference({"k": pinned}, {"k": content(f"nobody/nothing@{'b' * 40}", "text_encoder")}) is not None
-
-
 def test_seeded_encoders_do_not_depend_on_the_weights_that_are_named():
     stage = make_stage("c_tiny")
     cfg = {"train": {"precision": "fp32"}, "model": {**model_config("c_tiny"), "random_encoders": True}}
@@ -53,12 +46,6 @@ def test_seeded_encoders_do_not_depend_on_the_weights_that_are_named():
     assert found["model.text_encoder.weights"] is None
     assert found["model.text_encoder.max_tokens"] == 24
     assert not any(key.startswith("model.previewer") for key in found)
-
-
-def test_a_cache_of_an_earlier_version_was_made_with_antialiasing():
-    key = "model.image_encoder.antialias"
-    assert first_difference({key: True}, {}) is None
-    assert first_difference({key: False}, {}) == f"{key}=False, where the cache has True"
 
 
 def test_a_filter_counts_by_its_arguments_and_the_content_of_its_files(tmp_path):
@@ -73,9 +60,6 @@ def test_a_filter_counts_by_its_arguments_and_the_content_of_its_files(tmp_path)
     assert first_difference(identity("a.pth"), identity("b.pth")) is None
     assert "task.filter=" in first_difference(identity("a.pth"), identity("c.pth"))
     assert "task.filter=" in first_difference(identity("a.pth", resize=512), identity("a.pth"))
-    named = identity("a.pth")
-    named["task.filter"]["weights"] = str(tmp_path / "a.pth")  # as earlier versions wrote it
-    assert first_difference(identity("a.pth"), named) is None
 
 
 def test_data_count_by_every_option_that_makes_a_sample(tmp_path):

@@ -60,16 +60,6 @@ def test_the_recipe_is_what_the_choices_alone_compose() -> None:
     assert recipe_of(overrides, {}) == {}
 
 
-def test_runs_of_earlier_versions_name_their_recipe_by_their_command_line(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", name="old")
-    (run / "start.json").unlink()
-    words = ["python", "-m", "cascade_train", "model=c_tiny", "task=lora", "optimizer.lr=1e-4"]
-    (run / "environment.json").write_text(json.dumps({"command_line": words}))
-    page = written(run, out=tmp_path / "new/page.html")
-    assert [each["base"] for each in page.data["differences"]] == ["model=c_tiny task=lora"]
-    assert ["optimizer.weight_decay", 0.01, "(absent)", False] in page.data["differences"][0]["rows"]
-
-
 def test_a_sweep_is_a_table_with_the_best_first(sweep: Path) -> None:
     page = written(sweep)
     table = page.data["sweep"]

@@ -80,7 +80,7 @@ def whole() -> DictConfig:
 
 def test_what_the_files_of_a_group_have_in_common_is_the_types_default(whole: DictConfig) -> None:
     """A run is followed as it goes, under no account that nobody named, and no start is refused."""
-    assert (whole.tracker.entity, whole.tracker.mode, whole.memory.allow_overflow) == (None, "online", False)
+    assert (whole.tracker.entity, whole.tracker.mode) == (None, "online")
 
 
 @pytest.fixture

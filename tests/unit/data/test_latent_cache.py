@@ -79,14 +79,6 @@ def test_the_same_cache_may_be_described_again_by_other_versions_of_the_librarie
     assert read_manifest(tmp_path).made_with == {"torch": "2.13.0"}
 
 
-def test_a_cache_of_an_earlier_version_goes_on_where_only_names_of_classes_differ(tmp_path):
-    key, name = "model.semantic_compressor._target_", "convolutional.ConvolutionalCompressor"
-    then = make_manifest(identity={key: f"cascade_train.models.{name}"})
-    now = make_manifest(identity={key: f"cascade_train.models.cascade.{name}"})
-    write_manifest(tmp_path, then, make_index())
-    assert write_manifest(tmp_path, now, make_index()) == (then, set())
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

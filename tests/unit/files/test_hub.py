@@ -24,7 +24,6 @@ from cascade_train.files.hub import (
     free_bytes,
     parse_source,
     push_folder,
-    without_commit,
 )
 from cascade_train.models.formats.weights_source import find_weight_files
 from tests.loopback_hub import COMMIT, Hub, point_to, serving
@@ -69,13 +68,6 @@ def blobs(cache: Path) -> list[Path]:
 )
 def test_a_source_names_repository_revision_and_place(source: str, expected: HubSource | None) -> None:
     assert parse_source(source) == expected
-
-
-def test_a_source_without_its_commit_is_what_earlier_versions_wrote() -> None:
-    assert without_commit(f"owner/name@{COMMIT}:prior") == without_commit("owner/name:prior") == "owner/name:prior"
-    assert without_commit(f"owner/name@{COMMIT}/text_encoder") == "owner/name/text_encoder"
-    for other in ("owner/name@v1:prior", "/data/a@b/c.pt"):
-        assert without_commit(other) == other
 
 
 def test_a_file_comes_through_three_cuts_without_beginning_anew(hub: Hub) -> None:

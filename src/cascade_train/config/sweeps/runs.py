@@ -50,7 +50,7 @@ KINDS = {
 def place_sweep(cfg: DictConfig) -> Path:
     """Give a sweep, and its jobs, a folder named by `run.name`, unless `hydra.sweep.dir` is set, and return it."""
     if cfg.hydra.sweep.dir == SWEEP_DIR:
-        with read_write(cfg.hydra):  # Hydra 1.4 has closed it by now
+        with read_write(cfg.hydra):
             cfg.hydra.sweep.dir = f"{SWEEP_DIR}/{folder_name(sweep_name(cfg))}"
             cfg.hydra.overrides.hydra.append(f'hydra.sweep.dir="{cfg.hydra.sweep.dir}"')
     return Path(cfg.hydra.sweep.dir)

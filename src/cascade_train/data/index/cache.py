@@ -134,7 +134,7 @@ def load_facts(
 
     Returns:
         (N,) int64 bytes of each file, -1 = there is no such file, or it is a folder; and (N, columns) int64 facts, 0
-        where there is no such file, or it was read for fewer columns.
+        where there is no such file.
     """
     row_of = {name: row for row, name in enumerate(dict.fromkeys(names))}
     text = f"{owner.resolve()}|{root.resolve()}|{kind}|{_FORMAT}"
@@ -172,14 +172,13 @@ def _take_known(
 ) -> np.ndarray:
     """Fill in the values of files that are unchanged since they were cached, and return which those are, (N,) bool."""
     known = np.zeros(len(keys), dtype=bool)
-    if kept is None or not kept.keys() >= {"keys", "marks", "values"} or kept["values"].ndim != 2:
+    if kept is None or not kept.keys() >= {"keys", "marks", "values"} or kept["values"].shape[1:] != values.shape[1:]:
         return known
     row_of = {key: row for row, key in enumerate(kept["keys"].tolist())}
     rows = np.array([row_of.get(key, -1) for key in keys], dtype=np.int64)
     there = rows >= 0
     known[there] = (kept["marks"][rows[there]] == marks[there]).all(axis=1)
-    columns = min(values.shape[1], kept["values"].shape[1])  # earlier versions read fewer
-    values[known, :columns] = kept["values"][rows[known], :columns]
+    values[known] = kept["values"][rows[known]]
     return known
 
 

@@ -29,7 +29,7 @@ LONGEST_KEY = 4096
 ROW_FIELDS = [("shard", "<i4"), ("width", "<i4"), ("height", "<i4")]
 
 ABSENT = 1
-"""The checksum of a part that a sample lacks; 0 is that of what an earlier version of the library indexed: unknown."""
+"""The checksum of a part that a sample lacks."""
 
 BEGINNING_BYTES = 64 * 1024
 _KEYS_AT_ONCE = 2**16
@@ -48,7 +48,7 @@ class Index:
     keys: np.ndarray  # (N,) bytes, each sample's key within its shard
     filters: str = ""  # identity of the row filters that chose these samples; empty = none
     metadata: str = ""  # identity of what metadata files say of these samples; empty = none is read
-    content: np.ndarray = field(default=None)  # type: ignore[arg-type] # (N,) uint64, checksums; 0 = unknown, 1 = no files
+    content: np.ndarray = field(default=None)  # type: ignore[arg-type] # (N,) uint64, checksums; 1 = no files
     rows_are_samples: bool = True  # False where each row stands for a tar that can only be streamed
     split_by: np.ndarray | None = None  # (N,) bytes whose hashes choose what is held out; None = the keys
     folder: Path | None = None  # where what follows from the index is kept, for large ones; None = in memory
@@ -71,7 +71,7 @@ class Index:
 
     @functools.cached_property
     def content_record(self) -> str:
-        """What a checkpoint keeps of the content: checksums by blocks of rows, 0 = unknown."""
+        """What a checkpoint keeps of the content: checksums by blocks of rows."""
         return self.kept("content", "", lambda: {"record": np.array(self._content_record())})["record"].item()
 
     def kept(self, name: str, identity: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -98,8 +98,7 @@ class Index:
         return state.hexdigest()[:16]
 
     def _content_record(self) -> str:
-        parts = (self.content[block] for block in _blocks(len(self)))
-        return " ".join(f"{zlib.crc32(part.tobytes()):08x}" if part.all() else "0" for part in parts)
+        return " ".join(f"{zlib.crc32(self.content[block].tobytes()):08x}" for block in _blocks(len(self)))
 
 
 def rows_digest(rows: np.ndarray) -> str:
@@ -164,41 +163,31 @@ def text_checksum(value: Any) -> int:
 
 
 def combine(*parts_N: np.ndarray) -> np.ndarray:
-    """Return (N,) uint64 that change where one of the checksums (N,) of a sample's parts does, 0 where one is 0."""
+    """Checksums of samples, (N,) uint64, from those of their parts, (N,) each."""
     total_N = np.zeros(len(parts_N[0]), dtype=np.uint64)
     for part_N in parts_N:
         total_N = total_N * np.uint64(6364136223846793005) + part_N.astype(np.uint64)
-    return np.where(np.all(parts_N, axis=0), np.maximum(total_N, np.uint64(1)), np.uint64(0))
+    return total_N
 
 
 def changed_content(index: Index, state: Mapping[str, Any]) -> list[str]:
-    """Return what of the content of the same samples is known to have changed since a state was saved, for messages."""
-    now, blocks = index.content_record.split(), _blocks(len(index))
-    then = state.get("content", "").split() or ["0"] * len(now)
-    _warn_of_unknown(all_known="0" not in then + now)
-    both = zip(blocks, then, now, strict=True)
-    changed = [(index.name(each.start), index.name(each.stop - 1)) for each, *two in both if len({*two, "0"}) == 3]
+    """Which files of the same samples changed since a state was saved, for messages."""
+    both = zip(_blocks(len(index)), state["content"].split(), index.content_record.split(), strict=True)
+    changed = [(index.name(block.start), index.name(block.stop - 1)) for block, then, now in both if then != now]
     listed = first_names([" to ".join(dict.fromkeys(names)) for names in changed])
     return [f"the files behind data changed ({listed}); put them back"] if listed else []
 
 
 def changed_rows(index: Index, then: Index) -> np.ndarray:
-    """Return the rows whose key or content is another than in an index of as many rows; unknown content is none."""
-    known = (index.content > 0) & (then.content > 0)
-    return np.flatnonzero((index.keys != then.keys) | (known & (index.content != then.content)))
+    """Rows whose key or content differs from that in an index of as many rows."""
+    return np.flatnonzero((index.keys != then.keys) | (index.content != then.content))
 
 
 def changed_samples(index: Index, then: Index) -> str | None:
-    """Return which samples differ from those of an index of before, for messages; None = none that is known."""
+    """Samples that differ from those of an earlier index, for messages; None = none."""
     if len(index) != len(then):
         return f"{len(then)} samples then, {len(index)} now"
-    _warn_of_unknown(all_known=bool(index.content.all() and then.content.all()))
     return first_names([index.name(row) for row in changed_rows(index, then).tolist()]) or None
-
-
-def _warn_of_unknown(*, all_known: bool) -> None:
-    if not all_known:
-        _log.warning("Whether files of the data changed is unknown where an earlier version indexed or recorded them.")
 
 
 def first_names(names: Iterable[str], most: int = 5) -> str:

@@ -174,7 +174,7 @@ class Order:
     def _start_of(self, state: Mapping[str, Any], *, is_changed: bool) -> Start:
         """Return where the plan of a run begins that goes on at a state: at the next epoch where its data changed."""
         position, size = state["position"], state["global_batch_size"]
-        saved = state.get("start", {"position": 0, "epoch": 0, "taken": []})  # older states begin at the beginning
+        saved = state["start"]
         start = Start(position=saved["position"], epoch=saved["epoch"], taken=tuple(saved["taken"]))
         if is_changed:
             return Start(position=position, epoch=start.epoch + 1)

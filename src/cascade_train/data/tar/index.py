@@ -45,7 +45,7 @@ from cascade_train.errors import ConfigError, RunError
 MANY_TARS = 64
 TAR_FIELDS = ROW_FIELDS + [(f"{part}_{what}", "<i8") for part in ("image", *PARTS) for what in ("start", "bytes")]
 _ARRAYS = ("table", "keys", "checksums")
-_FORMAT = 2
+_FORMAT = 1
 _FORMAT_OF_ALL = 1
 _INDEXED_AT_ONCE = 8  # remote tars, each with a buffer of 8 MiB
 _ABSENT = (0, 0, 0, 0, ABSENT)
@@ -165,8 +165,7 @@ def _cached_shard(cached: Path) -> ShardIndex | None:
         return None
     try:
         dropped = Dropped(**json.loads(str(parts["dropped"])))
-        checksums = parts.get("checksums", np.zeros((len(parts["table"]), 1 + len(PARTS)), dtype=np.int64))
-        return ShardIndex(table=parts["table"], keys=parts["keys"], checksums=checksums, dropped=dropped)
+        return ShardIndex(table=parts["table"], keys=parts["keys"], checksums=parts["checksums"], dropped=dropped)
     except (KeyError, TypeError, ValueError) as error:
         _log.warning("cached index %s is damaged (%s); reading the tar again", cached, error)
         return None

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cascade_train.files.hub import without_commit
-from cascade_train.renamed import current_target
-
 _FREE_NODES = (
     "run", "log", "sample", "checkpoint", "rollback", "tracker", "profile", "validate", "optimizer", "lr_scheduler",
     "parallel", "memory",
@@ -33,29 +30,6 @@ _BOUND_KEYS = ("run.seed",)
 _DATA_KEYS = ("train.global_batch_size",)
 """Freed, beside the node `data`, by `data.on_change=restart`."""
 
-TOWERS = ("text_encoder", "text_encoder_2")
-
-ADDED = {
-    **{"model.image_encoder.antialias": True, "task.init": "kaiming", "model.kernels": "eager"},
-    **{"task.kind": "lora", "task.factor": None, "task.ranks": None},
-    **{"task.preserve": None, "task.preserve_weight": 1.0, "optimizer.lr_factors": None},
-    "compile_fallback": False,  # without effect where nothing is compiled
-    "run.on_end": None,
-    "sample.negative_prompt": "",
-    **{"checkpoint.every_epochs": None, "validate.every_epochs": None},
-    **{
-        f"model.{tower}.{key}": value
-        for tower in TOWERS
-        for key, value in (("train", False), ("lr", None), ("stop_after", None))
-    },
-    "train.master_weights": "fp32",
-    "train.base_weights": None,
-    "memory.budget_gb": None,
-    "memory.allow_overflow": False,
-    "ema.post_hoc": None,
-}
-"""Options that configs of earlier versions lack, and the values with which those ran."""
-
 ABSENT = "(absent)"
 """The value of a key that one of two configs lacks."""
 
@@ -74,7 +48,7 @@ class Difference:
         node = self.key.split(".", 1)[0]
         if self.key in _FREE_NUMBERS:
             return not {None, ABSENT} & {self.old, self.new}
-        if _made_absolute(self.old, self.new) or _pinned(self.old, self.new):
+        if _made_absolute(self.old, self.new):
             return True
         return self.key not in _BOUND_KEYS and (node in _FREE_NODES or self.key in _FREE_KEYS)
 
@@ -86,17 +60,9 @@ class Difference:
 
 def find_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
     """Compare two nested configs, key by key in alphabetical order; lists are compared as a whole."""
-    after = _with_current_targets(flatten(new))
-    before = {key: value for key, value in ADDED.items() if key in after} | _with_current_targets(flatten(old))
+    before, after = flatten(old), flatten(new)
     pairs = [(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in sorted(before.keys() | after.keys())]
     return [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
-
-
-def _with_current_targets(flat: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: current_target(value) if key.endswith("_target_") and isinstance(value, str) else value
-        for key, value in flat.items()
-    }
 
 
 def refused(
@@ -140,11 +106,6 @@ def _made_absolute(old: Any, new: Any) -> bool:
     return (
         isinstance(old, str) and isinstance(new, str) and Path(new).is_absolute() and Path(old).absolute() == Path(new)
     )
-
-
-def _pinned(old: Any, new: Any) -> bool:
-    """Return whether `new` is the hub's source `old` with a revision, which configs of earlier versions lack."""
-    return isinstance(old, str) and isinstance(new, str) and without_commit(new) == old
 
 
 def flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

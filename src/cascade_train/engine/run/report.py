@@ -1,6 +1,6 @@
 """The page of a run: the contents of its folder in one HTML file.
 
-Reads runs of any age, and leaves out what is missing or damaged. report.html draws the charts from the page's own JSON.
+Leaves out what is missing or damaged. report.html draws the charts from the page's own JSON.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from cascade_train.data.index.rows import (
     changed_content,
     changed_rows,
     changed_samples,
-    combine,
     first_names,
     split,
 )
@@ -183,17 +182,6 @@ def test_the_record_of_a_million_samples_is_small_and_names_a_range() -> None:
     assert changed_content(million(content), saved) == [text]
 
 
-def test_content_that_an_earlier_version_did_not_record_is_unknown(caplog: pytest.LogCaptureFixture) -> None:
-    content = np.arange(1, 129, dtype=np.uint64)
-    saved = million(content).content_record
-    content[:1] = 0
-    assert changed_content(million(content), {"content": saved}) == []
-    assert [record.getMessage()[:36] for record in caplog.records] == ["Whether files of the data changed is"]
-    content[100] = 999
-    assert len(changed_content(million(content), {"content": saved})) == 1
-    assert changed_content(million(content), {}) == []
-
-
 KEYS = [f"{i:05d}" for i in range(2000)]
 
 
@@ -242,10 +230,3 @@ def test_an_empty_side_is_refused() -> None:
 
 def test_names_in_messages_can_be_written() -> None:
     assert first_names(["a", "\ud83d.png", "a", "c", "d"], 2) == "a, \\ud83d.png and 2 more"
-
-
-def test_checksums_of_parts_are_joined_as_indexes_of_before_have_them() -> None:
-    """Runs and caches keep them: another number would be changed data."""
-    parts = [np.array(each, dtype=np.uint64) for each in ([3, 2**56 - 1, 0], [5, 7, 9])]
-    wanted = [(first * 6364136223846793005 + second) % 2**64 for first, second in ((3, 5), (2**56 - 1, 7))]
-    assert combine(*parts).tolist() == [*wanted, 0]

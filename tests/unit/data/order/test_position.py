@@ -132,15 +132,6 @@ def test_a_state_of_another_order_version_is_refused() -> None:
         order().restore(state)
 
 
-def test_an_older_state_begins_at_the_beginning() -> None:
-    whole = order(aspect_ratios=None)
-    state = saved(whole, 30)
-    del state["start"]
-    again = order(aspect_ratios=None)
-    again.restore(state)
-    assert drawn(again, range(30, 50)) == drawn(whole, range(30, 50))
-
-
 def test_epochs_count_steps() -> None:
     assert order().steps_of_epochs(2) == 25
     counts = [39, 20, 19, 19]  # of 64x64, 128x64, 64x128 and 96x64

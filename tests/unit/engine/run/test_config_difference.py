@@ -49,14 +49,6 @@ def test_a_path_may_become_absolute_and_no_other_may_take_its_place(tmp_path, mo
     assert not any(Difference("objective.perceptual.weights", *values).is_free for values in bound)
 
 
-def test_a_source_of_the_hub_may_be_pinned_to_a_commit_and_not_to_another():
-    plain, pinned, other = "owner/name:prior", f"owner/name@{'a' * 40}:prior", f"owner/name@{'b' * 40}:prior"
-    assert Difference("model.weights", plain, pinned).is_free
-    assert not Difference("model.weights", pinned, other).is_free
-    assert not Difference("model.weights", pinned, plain).is_free
-    assert not Difference("model.weights", "owner/other:prior", pinned).is_free
-
-
 def test_an_average_may_change_its_decay_but_neither_begin_nor_end():
     assert not any(Difference("ema.decay", *values).is_free for values in ((0.9, None), (None, 0.9), (ABSENT, 0.9)))
 
@@ -102,13 +94,3 @@ def test_a_raised_limit_is_one_that_trains_longer(old, new, raised):
     configs = [{"train": {"max_steps": steps}, "data": {"num_examples_to_see": seen}} for steps, seen in (old, new)]
     assert is_limit_raised(*configs) is raised
     assert is_limit_raised({"train": {"max_epochs": 2}}, {"train": {"max_epochs": 3}})
-
-
-def test_an_option_that_a_later_version_added_counts_as_what_the_run_had():
-    old = {"task": {"rank": 4}, "model": {"image_encoder": {"crop": True}}}
-    new = {"task": {"rank": 4, "init": "kaiming"}, "model": {"image_encoder": {"crop": True, "antialias": True}}}
-    assert find_differences(old, new) == []
-    new["task"]["init"] = "original"
-    assert [(each.key, each.old, each.new) for each in find_differences(old, new)] == [
-        ("task.init", "kaiming", "original")
-    ]
