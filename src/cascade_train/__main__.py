@@ -7,11 +7,13 @@ the top, because the signal handlers of a training come first.
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import cascade_train
 from cascade_train.errors import INTERRUPTED
@@ -33,12 +35,37 @@ def main() -> None:
             sys.stderr.write("Interrupted.\n")
             leave(INTERRUPTED)
     set_handlers(stop_at_once)
+    harden_output()
     gc.disable()  # assembly.run enables it
     code = launch(sys.argv[1:])
     set_handlers(lambda *_: os._exit(code))  # the run has ended: no signal changes its exit code any more
     gc.unfreeze()  # else libraries report what they could not free
     gc.disable()  # Python collects twice more as it exits, whether or not this is enabled
     leave(code)
+
+
+class DroppedOutput(io.FileIO):
+    """A file whose failed writes are dropped: those to a closed terminal or pipe, or to a full disk."""
+
+    def write(self, data: Any) -> int:
+        """Write, and count all as written where that fails."""
+        with suppress(OSError):
+            if (count := super().write(data)) is not None:
+                return count
+        return len(data)
+
+
+def harden_output() -> None:
+    """Let no output end this process: what cannot be written is dropped, what cannot be encoded replaced."""
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:  # a closed one: a file of the run would take its number
+        pass
+    os.close(spare)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        encoding, errors = getattr(stream, "encoding", "utf-8"), getattr(stream, "errors", "strict")
+        raw = io.BufferedWriter(DroppedOutput(number, "w", closefd=False))
+        errors = "replace" if errors == "strict" else errors
+        setattr(sys, name, io.TextIOWrapper(raw, encoding, errors, line_buffering=True))
 
 
 def leave(code: int) -> NoReturn:

@@ -16,8 +16,15 @@ from typing import Any, Self
 
 from cascade_train.errors import INTERRUPTED, STOPPED, Interrupted
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Ctrl-C, and what schedulers send before they kill. SIGCONT, which SLURM sends with SIGTERM, has no effect."""
+SENT_AGAIN = (signal.SIGHUP, signal.SIGXCPU)
+"""A closed terminal, and the limit of CPU time. The system repeats them, so that a second one never ends a save."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, *SENT_AGAIN)
+"""Ctrl-C, what schedulers send before they kill, and what torchrun passes on. SIGCONT, which SLURM sends with SIGTERM,
+has no effect."""
+
+PATIENCE_SECONDS = 10.0
+"""How long ranks that train together wait for data after a signal: a step that has begun elsewhere cannot be undone."""
 
 SAME_REQUEST_SECONDS = 3.0
 """A signal repeated within this time is the same request: a scheduler signals every process of a job, and torchrun
@@ -97,6 +104,7 @@ class Signals(ExitStack):
         self.first: signal.Signals | None = None
         self._first_time = 0.0
         self._voting = False
+        self._patience_seconds: float | None = None  # None = it waits for nothing
 
     def __enter__(self) -> Self:
         self.push(self._raise_again)
@@ -114,16 +122,45 @@ class Signals(ExitStack):
             raise _stop_before_steps(self.first)
         self._voting = True
 
+    @contextmanager
+    def ending_a_wait(self, *, patience_seconds: float) -> Iterator[None]:
+        """Raise `Interrupted` within the block once a stop signal has been pending for `patience_seconds`.
+
+        For waits that nothing else ends, such as one for data. Uses SIGALRM from the signal to the end of the block.
+        """
+        self._patience_seconds = patience_seconds
+        if self.first is not None:
+            self._set_alarm()
+        try:
+            yield
+        finally:
+            self._patience_seconds = None
+            if self.first is not None:
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def _set_alarm(self) -> None:
+        assert self._patience_seconds is not None
+        signal.signal(signal.SIGALRM, self._give_up)
+        signal.setitimer(signal.ITIMER_REAL, self._patience_seconds or 1e-6)
+
+    def _give_up(self, number: int, frame: FrameType | None) -> None:
+        assert self.first is not None
+        raise Interrupted(f"Stopped by {self.first.name} during a wait for data.", code=STOPPED)
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         received, now = signal.Signals(number), time.monotonic()
         if self.first is None:
             self.first, self._first_time = received, now
             if not self._voting:
                 raise _stop_before_steps(number)
-            again = "Ctrl-C" if received is signal.SIGINT else f"{received.name} once more, or Ctrl-C,"
+            is_single = received in (signal.SIGINT, *SENT_AGAIN)
+            again = "Ctrl-C" if is_single else f"{received.name} once more, or Ctrl-C,"
             _say(f"{received.name}: saves and stops after this step. {again} ends the run at once, without saving.")
+            if self._patience_seconds is not None:
+                self._set_alarm()
             return
-        is_late = now - self._first_time >= SAME_REQUEST_SECONDS
+        is_late = now - self._first_time >= SAME_REQUEST_SECONDS and received not in SENT_AGAIN
         if received is signal.SIGINT or (is_late and self.first in (received, signal.SIGINT)):
             raise Interrupted(f"Ended at once by {received.name}.", code=128 + number)
 

@@ -73,6 +73,31 @@ def test_the_same_signal_again_ends_at_once_unless_it_is_the_same_request(signal
     assert ended.value.code == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGXCPU])
+def test_what_the_system_repeats_never_ends_a_save(signals, clock, number):
+    signals.wait_for_votes()
+    signal.raise_signal(number)
+    clock["now"] = 60.0
+    signal.raise_signal(number)
+    assert signals.first == number
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_wait_ends_once_a_signal_has_been_pending_for_long(signals, comes_first):
+    signals.wait_for_votes()
+    if comes_first:
+        signal.raise_signal(signal.SIGTERM)
+
+    def wait():
+        with signals.ending_a_wait(patience_seconds=0.1):
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(60)
+
+    with pytest.raises(Interrupted, match="Stopped by SIGTERM"):
+        wait()
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
 def test_a_schedulers_next_reminder_does_not_end_the_save_in_progress(signals, clock):
     signals.wait_for_votes()
     signal.raise_signal(signal.SIGUSR1)

@@ -36,7 +36,7 @@ from cascade_train.engine.progress import Progress
 from cascade_train.engine.sampling import SampleGrid
 from cascade_train.engine.tracking import Tracker
 from cascade_train.engine.validation import Validation
-from cascade_train.errors import RunError
+from cascade_train.errors import Interrupted, RunError
 from cascade_train.tasks.base import StepOutput, Task
 
 log = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._withheld = torch.zeros((), dtype=torch.float32, device=self.world.device)  # as fused optimizers take it
+        self._saved_step = 0
         self._traces: list[Trace] = []
 
     def run(self) -> None:
@@ -113,8 +114,10 @@ class Trainer:
             self.show(self.sampling)
         self.metrics.start(self.samples_seen)
         while self.step < self.max_steps:
+            if (micro_batches := self._next(feed)) is None:
+                return self.stop()
             with self._watched():
-                values = self.train_step(self._next(feed))
+                values = self.train_step(micro_batches)
             self.store.prepare(lambda: training_state(self.phases, self.task))
             measured = self.validation is not None and self._due(self.cadence.validate)
             if self.validation is not None and measured:
@@ -158,10 +161,15 @@ class Trainer:
             self.loss_plot.add(report["logsnr"], report["loss_raw"])
         return values
 
-    def _next(self, feed: Iterator[list[Batch]]) -> list[Batch]:
+    def _next(self, feed: Iterator[list[Batch]]) -> list[Batch] | None:
+        """The micro-batches of the next step; None where a stop signal ended the wait for them."""
         try:
-            with self.metrics.waiting():
+            with self.metrics.waiting(), nullcontext() if self.stopping is None else self.stopping.ending_a_wait():
                 return next(feed)
+        except Interrupted:
+            if self.world.ranks > 1:  # others may be in the step already
+                raise
+            return None
         except StopIteration:
             message = f"The data ended at step {self.step} of {self.max_steps}: a feed must repeat its epochs."
             raise RunError(message) from None
@@ -241,6 +249,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of this step, after everything before it is on disk. Collective."""
         self.flush()
+        self._saved_step = self.step
         begun = time.monotonic()
         with self.metrics.paused():
             self.store.save(self.step, training_state(self.phases, self.task), self._facts())
@@ -252,10 +261,11 @@ class Trainer:
     def stop(self) -> None:
         """Save this step unless that is done, and report why the run ends here. Collective."""
         assert self.stopping is not None
-        if not self._due(self.cadence.checkpoint):
+        if self._saved_step != self.step:
             self.save()
         self.store.wait()
-        self.stopped = f"Stopped by {self.stopping.agreed_reason()} at step {self.step}; saved."
+        where = f"at step {self.step}; saved" if self.step else "before the first step"
+        self.stopped = f"Stopped by {self.stopping.agreed_reason()} {where}."
         self.tracker.note(self.stopped)
         self.tracker.alert("Stopped", self.stopped)
         log.info("%s The same command continues.", self.stopped)
@@ -274,6 +284,7 @@ class Trainer:
         facts = restore_training_state(self.store, path, self.phases, self.task)
         self.feed.load_state_dict(facts["data"])
         self.step, self.samples_seen = facts["step"], facts["samples_seen"]
+        self._saved_step = self.step
         self.tracker.rewind(self.step)
         if self.spikes is not None:
             self.spikes.load_state_dict(facts.get("losses", {}))

@@ -263,6 +263,11 @@ class Results(Generic[T]):
                     self._iterator = iter(self._data_loader)
                 with _logged_wait(self._whereabouts):
                     return next(self._iterator)
+        except KeyboardInterrupt:  # a stop signal
+            for worker in getattr(self._iterator, "_workers", ()):
+                worker.kill()  # it may hang
+            self._iterator = None
+            raise
         except (RuntimeError, OSError, EOFError) as error:
             self._iterator = None
             text = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from enum import IntFlag
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from cascade_train.distributed.consensus import from_every_rank, own_group
 from cascade_train.errors import STOPPED
-from cascade_train.signals import Signals
+from cascade_train.signals import PATIENCE_SECONDS, Signals
 
 
 class Request(IntFlag):
@@ -84,6 +85,10 @@ class Stopping:
         several = dist.get_world_size() > 1
         self._group = own_group(timedelta(seconds=timeout_seconds)) if several else None
         self._exchanged: tuple[dist.Work, torch.Tensor] | None = None
+
+    def ending_a_wait(self) -> AbstractContextManager[None]:
+        """Raise `Interrupted` where a signal comes within the block: at once, but on several ranks after a while."""
+        return self._signals.ending_a_wait(patience_seconds=0.0 if self._group is None else PATIENCE_SECONDS)
 
     def vote(self, *, save_failed: bool, save_seconds: float) -> Request:
         """Vote at the end of a step; return what the ranks agree on. See `CheckpointStore.failed`. Collective."""
