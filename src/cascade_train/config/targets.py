@@ -18,15 +18,11 @@ from cascade_train.errors import ConfigError
 from cascade_train.signals import while_importing
 
 TRUSTED = (
-    "cascade_train.data", "cascade_train.diffusion", "cascade_train.engine.lr_schedule",
-    "cascade_train.engine.optimizer", "cascade_train.filters", "cascade_train.models", "cascade_train.tasks",
-    "torch.optim",
+    "cascade_train.data", "cascade_train.diffusion", "cascade_train.engine.algorithms",
+    "cascade_train.engine.lr_schedule", "cascade_train.engine.optimizer", "cascade_train.filters",
+    "cascade_train.models", "cascade_train.tasks", "torch.optim",
 )  # fmt: skip
 """Where the classes lie that anyone's folder may name: their constructors check and store, and do nothing else."""
-
-ENGINE = "cascade_train.engine"
-ENGINE_BASES = ("cascade_train.engine.lr_schedule.LrSchedule", "torch.optim.optimizer.Optimizer")
-"""Base classes of what may be named in other files of the engine."""
 
 COMPONENTS = (*TRUSTED, "torch.nn")
 """Where the classes lie that a configuration of one's own may name."""
@@ -76,10 +72,10 @@ def check_targets(nodes: Mapping[str, Any], allowed: Sequence[str] | None) -> No
             )
     for place, target in found:
         try:
-            if allowed is None or _may_lie_in(target, COMPONENTS):
-                made = import_target(target)
-                if not callable(made):
-                    raise ConfigError(f"{target} is a {type(made).__name__} and no class. Name a class.")
+            if allowed is None or target.partition(".")[0] not in CONFINED or _lies_in(target, COMPONENTS):
+                component = import_target(target)
+                if not callable(component):
+                    raise ConfigError(f"{target} is a {type(component).__name__} and no class. Name a class.")
         except ConfigError as error:
             raise ConfigError(f"{place}._target_={error}") from error
         if allowed is not None:
@@ -133,45 +129,34 @@ def class_constant(target: str, name: str) -> Any:
 
 
 def is_trusted(target: str) -> bool:
-    """Return whether a target is a class that even an untrusted configuration may name."""
-    return _is_class_in(target, TRUSTED)
+    """Whether a target is a class that even an untrusted configuration may name."""
+    return target.partition(".")[0] in CONFINED and _is_class_in(target, TRUSTED)
 
 
 def check_confined(path: str, target: str) -> None:
     """Refuse a target of this library or torch that is no component."""
     if target in FUNCTIONS or target.partition(".")[0] not in CONFINED or _is_class_in(target, COMPONENTS):
         return
-    prefixes = [(place, ".".join(target.split(".")[: place.count(".") + 1])) for place in COMPONENTS]
-    near = [
-        f" Did you mean {place}{target.removeprefix(given)}?"
-        for place, given in prefixes
-        if given not in (place, *sys.modules) and difflib.get_close_matches(given, [place], cutoff=0.9)
-    ]
     raise ConfigError(
-        f"{path}._target_={target} is no component.{''.join(near[:1])} Of torch a configuration may name the classes "
-        "of torch.optim and torch.nn, of cascade_train those of its components: anything else could run code that it "
-        "brings. If you trust it: run.allow_any_target=true."
+        f"{path}._target_={target} is no component. Of torch a configuration may name the classes of torch.optim and "
+        "torch.nn, of cascade_train those of its components: anything else could run code that it brings. If you trust "
+        "it: run.allow_any_target=true."
     )
 
 
-def _may_lie_in(target: str, places: Sequence[str]) -> bool:
-    """Return whether a target of this library or torch lies in one of these places by its name; others always do."""
-    return target.partition(".")[0] not in CONFINED or any(target.startswith(f"{p}.") for p in (*places, ENGINE))
+def _lies_in(path: str, places: Sequence[str]) -> bool:
+    return any(path.startswith(f"{place}.") for place in places)
 
 
 def _is_class_in(target: str, places: Sequence[str]) -> bool:
-    """Return whether a target is a class that is defined at or below one of these places."""
-    if target.partition(".")[0] not in CONFINED or not _may_lie_in(target, places):
+    """Whether a target is a class that is defined at or below one of these places, not only imported there."""
+    if not _lies_in(target, places):
         return False
     try:
-        made = import_target(target)
+        component = import_target(target)
     except ConfigError:
         return False
-    if not isinstance(made, type):
-        return False
-    home = f"{made.__module__}."
-    is_engines = home.startswith(f"{ENGINE}.") and bool(inherited(made, ENGINE_BASES))
-    return is_engines or any(home.startswith(f"{place}.") for place in places)
+    return isinstance(component, type) and _lies_in(f"{component.__module__}.", places)
 
 
 def inherited(made: type, bases: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from cascade_train.files.untrusted import LINES_BYTES, read_regular
+from cascade_train.files.untrusted import read_regular
 
 _PARTIAL, _DAY = ".partial", 24 * 3600.0
 _DUMPER: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
@@ -85,7 +86,7 @@ def read_whole_lines(path: Path, *, errors: str = "replace") -> list[str]:
     """Return the lines of a file (UTF-8), none if it is missing; a last line torn by a crash is cut off the file."""
     if not path.is_file():
         return []
-    text = read_regular(path, limit=LINES_BYTES).decode(errors=errors)
+    text = read_regular(path, limit=sys.maxsize).decode(errors=errors)
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         write_durably(path, whole)

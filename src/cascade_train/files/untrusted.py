@@ -1,7 +1,7 @@
-"""The door for files that this process did not write: regular ones alone, of bounded size, depth and lines.
+"""The door for files that this process did not write: regular ones alone, and safe YAML and JSON.
 
-A few bytes may expand to more than the memory holds. A file's fault is a ConfigError, a text's alone a ValueError.
-The parsers of weights and data, and what a file means, must not live here.
+A file's fault is a ConfigError, a text's alone a ValueError. The parsers of weights and data, and what a file means,
+must not live here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from types import UnionType
@@ -24,13 +23,10 @@ from cascade_train.errors import ConfigError, RunError
 from cascade_train.redaction import LONGEST_NAME, printable, shortened
 
 WHOLE_BYTES = 32 * 2**20
-"""Of a file that is read whole: ten times the manifest of a checkpoint of 10,000 ranks."""
-
-LINES_BYTES, LINE_BYTES = 8 * 2**30, 4 * 2**20
-"""Of a file that is read line by line, and of a line: ten times the metrics of a million steps, and a batch's names."""
+"""Of a file that is read whole."""
 
 MAX_BYTES = 16 * 2**20
-"""Of a JSON file or a line of data: ten times the longest that programs write, and below 1 GB as values."""
+"""Of a JSON file or a line of data."""
 
 PICTURE_BYTES = 2**30
 
@@ -40,38 +36,25 @@ COPY = "copy or download it again"
 WHOLE_COPY = "give another file, or put back a whole copy of it."
 
 MAX_DEPTH = 50
-"""Levels of nested lists and mappings, so that recursion over values is safe."""
-
-MAX_DIGITS = 1000
-"""Of an integer in YAML; for JSON Python has a limit of its own."""
+"""Levels of nested lists and mappings in YAML, so that recursion over values is safe."""
 
 YAML_LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-_INTEGER = "tag:yaml.org,2002:int"
 
 
-def open_regular(path: Path, *, limit: int = sys.maxsize, within: Path | None = None) -> BufferedReader:
-    """Open a regular file of at most `limit` bytes, without waiting for a pipe; `within` a folder no link leads to it.
+def open_regular(path: Path, *, limit: int = sys.maxsize) -> BufferedReader:
+    """Open a regular file of at most `limit` bytes, without waiting for a pipe.
 
     Raises:
-        OSError: it is not there, or the system refuses it, such as a link below `within`.
-        ValueError: it is a pipe, a device or a folder, lies elsewhere, or is larger.
+        OSError: it is not there, or the system refuses it.
+        ValueError: it is a pipe, a device or a folder, or is larger.
     """
-    folder = Path() if within is None else Path(os.path.normpath(within))
-    parts = [str(path)] if within is None else Path(os.path.normpath(path)).relative_to(folder).parts
-    follow = 0 if within is None else os.O_NOFOLLOW
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        for part in parts:
-            handle, outer = os.open(part, os.O_RDONLY | os.O_NONBLOCK | follow, dir_fd=handle), handle
-            os.close(outer)
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("a pipe, a device or a folder")
-        if status.st_size > limit:
-            raise ValueError(f"it has more than {limit} bytes")
-        return os.fdopen(os.dup(handle), "rb")
-    finally:
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    status = os.fstat(handle)
+    is_regular = stat.S_ISREG(status.st_mode)
+    if not is_regular or status.st_size > limit:
         os.close(handle)
+        raise ValueError(f"it has more than {limit} bytes" if is_regular else "a pipe, a device or a folder")
+    return os.fdopen(handle, "rb")
 
 
 @contextmanager
@@ -96,9 +79,9 @@ def _opening(path: Path) -> Any:
     return parsing(str(path), "is no regular file that can be read here", WHOLE_COPY)
 
 
-def read_regular(path: Path, *, limit: int = WHOLE_BYTES, within: Path | None = None) -> bytes:
+def read_regular(path: Path, *, limit: int = WHOLE_BYTES) -> bytes:
     """Return the content of a file, opened as by `open_regular`; every fault is a ConfigError."""
-    with _opening(path), open_regular(path, limit=limit, within=within) as file:
+    with _opening(path), open_regular(path, limit=limit) as file:
         return file.read(os.fstat(file.fileno()).st_size)
 
 
@@ -129,10 +112,10 @@ def read_mapping(path: Path, **kinds: ValueType) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, none if it is missing, too long ones in pieces; else a ConfigError."""
+    """Yield the lines of a file, none if it is missing; a ConfigError if it cannot be read."""
     if os.path.lexists(path):
-        with _opening(path), open_regular(path, limit=LINES_BYTES) as file:
-            yield from iter(partial(file.readline, LINE_BYTES), b"")
+        with _opening(path), open_regular(path) as file:
+            yield from file
 
 
 def bounded_lines(file: BinaryIO, origin: str) -> Iterator[bytes]:
@@ -158,27 +141,21 @@ def _of_kinds(row: dict[str, Any], kinds: dict[str, ValueType]) -> dict[str, Any
 
 
 def read_json(text: str | bytes) -> Any:
-    """Parse a JSON text; a ValueError where it is damaged, too deep, or too large for memory."""
+    """Parse a JSON text; a ValueError where it is damaged or too deep."""
     try:
-        value = json.loads(text)
-    except (RecursionError, MemoryError) as error:
-        raise ValueError(f"it cannot be read ({type(error).__name__})") from error
-    level, depth = [value], 0
-    while level := [each for each in level if isinstance(each, dict | list)]:
-        depth += 1
-        _refuse_deeper(depth)
-        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
-    return value
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
 
 
 def read_yaml(text: str | bytes) -> Any:
-    """Parse a YAML text; a ValueError as of `read_json`, and where it has aliases or too long a number."""
-    return _parsed(text, lambda kind: kind(text).get_single_data())
+    """Parse a YAML text; a ValueError where it is damaged, too deep, or has aliases, which can stand for gigabytes."""
+    return _parsed(text, lambda loader: yaml.load(text, loader))
 
 
 def check_yaml(text: str | bytes) -> None:
     """Check the structure of a YAML text for another reader; raise ValueError as `read_yaml` does."""
-    _parsed(text, lambda kind: None)
+    _parsed(text, lambda loader: None)
 
 
 def _parsed(text: str | bytes, finish: Callable[[Any], Any]) -> Any:
@@ -190,20 +167,14 @@ def _parsed(text: str | bytes, finish: Callable[[Any], Any]) -> Any:
         return finish(yaml.SafeLoader)
 
 
-def _check_events(text: str | bytes, kind: Any) -> None:
-    resolver, depth, documents = yaml.resolver.Resolver(), 0, 0
-    for event in yaml.parse(text, kind):
-        documents += isinstance(event, yaml.DocumentStartEvent)
+def _check_events(text: str | bytes, loader: Any) -> None:
+    depth = 0
+    for event in yaml.parse(text, loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        _refuse_deeper(depth)
-        if documents > 1:
-            raise ValueError("it holds another document")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(f"it has an alias, *{event.anchor[:20]}; write out what it stands for")
-        if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_DIGITS:
-            tag = event.tag or resolver.resolve(yaml.ScalarNode, event.value, event.implicit)
-            if tag == _INTEGER:
-                raise ValueError(f"it holds a number of {len(event.value)} digits")
 
 
 @contextmanager
@@ -218,11 +189,6 @@ def _yaml_faults() -> Iterator[None]:
         raise ValueError(f"{error.problem or error.context}{line}") from error
     except Exception as error:
         raise ValueError(f"it cannot be read ({type(error).__name__})") from error
-
-
-def _refuse_deeper(depth: int) -> None:
-    if depth > MAX_DEPTH:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
 def check_floating(name: str, tensor: Any, origin: str) -> None:

@@ -223,20 +223,6 @@ def test_whoever_lifts_the_rule_may_name_anything() -> None:
     check_component("task", {"_target_": "torch.hub.list", "github": "owner/name"}, None)
 
 
-@pytest.mark.parametrize(
-    ("target", "near"),
-    [
-        ("torch.optm.SGD", "torch.optim.SGD"),
-        ("cascade_train.task.lora.LoRA", "cascade_train.tasks.lora.LoRA"),
-        ("cascade_train.engin.optimizer.Optimizer", "cascade_train.engine.optimizer.Optimizer"),
-        ("cascade_train.model.cascade.stage_c.StageC", "cascade_train.models.cascade.stage_c.StageC"),
-    ],
-)
-def test_a_mistyped_place_is_refused_with_the_nearest(target: str, near: str):
-    with pytest.raises(ConfigError, match=rf"_target_={target} is no component. Did you mean {near}\? Of torch"):
-        check_component("task", {"_target_": target}, ["cascade_train", "torch"])
-
-
 @pytest.mark.parametrize(("target", "kind"), [("tests.unit.config.members", "module"), (f"{__name__}.SOURCE", "str")])
 def test_what_cannot_be_called_is_refused(target: str, kind: str):
     with pytest.raises(ConfigError, match=rf"^data\._target_={target} is a {kind} and no class\. Name a class\."):

@@ -46,7 +46,9 @@ def read_linked(name: str, source: Path) -> tuple[Path, bytes]:
     for base in (folder, *folder.parents[:3]):
         path = Path(os.path.normpath(base / name))
         if folder in path.parents and os.path.lexists(path):
-            return path, read_regular(path, within=folder, limit=MAX_BYTES)
+            if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+                break
+            return path, read_regular(path, limit=MAX_BYTES)
     raise ValueError(f"{name} is not in the folder of the file, and others are not opened")
 
 

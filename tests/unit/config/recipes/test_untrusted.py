@@ -14,7 +14,6 @@ import yaml
 from cascade_train.__main__ import launch
 from cascade_train.config.recipes.reading import flat, read_source
 from cascade_train.errors import ConfigError
-from cascade_train.files.untrusted import read_regular
 from tests.unit.commands.test_recipe import OPEN_DIFFUSION, official
 from tests.unit.config.recipes.test_systems import BACKENDS, EVERYDREAM, MINDONE, ONETRAINER, SIMPLETUNER
 
@@ -147,15 +146,6 @@ def test_a_linked_configuration_is_opened_only_where_it_lies_beside(
     assert code == 0
     assert "lr: 5.0e-06" not in out.read_text()
     assert "optimizer_config: optimizer.json" in capsys.readouterr().out.partition("Left to you:")[2]
-
-
-def test_a_regular_file_is_read_within_a_folder_and_a_size(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("four")
-    assert read_regular(tmp_path / "a.txt", within=tmp_path, limit=4) == b"four"
-    (tmp_path / "link").symlink_to(tmp_path / "a.txt")
-    for name, limit in (("a.txt", 3), ("link", 9), ("../x", 9), (".", 9), ("no", 9)):
-        with pytest.raises(ValueError, match=name.strip(".") or "regular"):
-            read_regular(tmp_path / name, within=tmp_path, limit=limit)
 
 
 def test_a_toml_key_of_many_parts_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
