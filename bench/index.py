@@ -49,7 +49,7 @@ def make(folder: Path, tars: int, samples: int) -> None:
     from cascade_train.data.tar.storage import LocalFiles
 
     store, rng = LocalFiles(), np.random.default_rng(0)
-    dropped = np.array(json.dumps(asdict(Dropped(caption="txt"))))
+    dropped = np.array(json.dumps(asdict(Dropped())))
     for number in range(tars):
         path = folder / f"{number:06d}.tar"
         path.touch()

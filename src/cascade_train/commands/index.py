@@ -57,13 +57,16 @@ def index(args: IndexArgs, cfg: DictConfig) -> int:
     begin, numbers = time.perf_counter(), range(args.task_index, len(joined.tars), args.task_count)
     processes = args.processes or len(os.sched_getaffinity(0))
     changed = sum(_counted(joined.index(numbers, processes=processes, again=args.verify), len(numbers)))
+    damaged = joined.remove_damaged() if args.verify and args.task_count == 1 else []
+    if damaged:
+        _log.warning("The joined index was not what was made, and is made anew: %s", ", ".join(damaged))
     rest = "are as they were indexed" if args.verify else "had an index"
     seconds = time.perf_counter() - begin
     lines = [f"{changed} tars were indexed, {len(numbers) - changed} {rest} ({seconds:.0f} s)."]
     if args.task_count == 1:
         lines.append(f"{len(source.open())} samples.")
     sys.stdout.write("\n".join([*lines, ""]))
-    return int(args.verify and changed > 0)
+    return int(args.verify and (changed > 0 or bool(damaged)))
 
 
 def _counted(done: Iterator[bool], total: int) -> Iterator[bool]:

@@ -31,6 +31,7 @@ from cascade_train.config.sweep import MULTIRUN, check_launcher, is_main, save_r
 from cascade_train.config.sweeps.runs import place_run
 from cascade_train.config.sweeps.slurm import adopt_slurm_step, one_thread_a_rank, slurm_jobs_followed
 from cascade_train.errors import ConfigError
+from cascade_train.files.run_folder import walk_data
 from cascade_train.redaction import redact_argument, show_log
 from cascade_train.signals import CONTINUED, Signals, while_importing
 
@@ -141,6 +142,8 @@ def with_implied_choices(argv: Sequence[str]) -> list[str]:
         for key in [key for key in ("data.urls", "data.path") if key in given][:1]:
             choice = "webdataset" if key == "data.urls" else data_of_path(given[key])
             implied.append(f"data={choice}")
+            if choice == "webdataset":
+                argv = [argument.replace("data.path=", "data.urls=", 1) for argument in argv]
             if is_main():
                 sys.stderr.write(f"{key} is given and no data= is chosen: data={choice}.\n")
     if not HELP.isdisjoint(argv):
@@ -187,11 +190,28 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def data_of_path(value: str) -> str:
-    """Return the option of data that reads a path, or the first of a list of paths, as typed for `data.path`."""
-    path = Path(value.strip("[] ").partition(",")[0].strip("\"' ")).expanduser()
-    if path.suffix.lower() == ".parquet" or next(path.glob("*.parquet"), None) is not None:
-        return "parquet"
-    return "csv" if path.suffix.lower() in TABLES else "folder"
+    """Option of data that reads a path, or the first of a list of paths, as typed for `data.path`.
+
+    In a folder pictures decide, then tars, then tables, in the first folder below it that has any of them. A parquet
+    file beside a tar or folder of its name is what img2dataset says of that, and no table of pictures.
+    """
+    first = value.strip("[] ").partition(",")[0].strip("\"' ")
+    if first.startswith(("s3://", "pipe:")):
+        return "webdataset"
+    path = Path(first).expanduser()
+    for folder, names in walk_data(path) if path.is_dir() else [(path.parent, [path.name])]:
+        kinds = {Path(name).suffix.lower() for name in names}
+        has_pictures, tars = bool(kinds & PICTURES), [name for name in names if name.lower().endswith(TAR_ENDS)]
+        described = {name.partition(".")[0] for name in tars}
+        tables = [Path(name).stem for name in names if name.lower().endswith(".parquet")]
+        is_table = any(stem not in described and not (folder / stem).is_dir() for stem in tables)
+        if is_table and (has_pictures or not tars):
+            return "parquet"
+        if has_pictures or tars:
+            return "folder" if has_pictures else "webdataset"
+        if kinds & TABLES and not path.is_dir():
+            return "csv"
+    return "folder"
 
 
 HELP = {"--help", "-h"}
@@ -200,6 +220,8 @@ NO_NAME = re.compile(r"[-+]?[\d_.]+|null|true|false", re.IGNORECASE)
 """Values that Hydra's grammar does not read as a text, as the name of an option must be."""
 
 TABLES = {".csv", ".tsv", ".jsonl", ".ndjson"}
+PICTURES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp"}
+TAR_ENDS = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
 EXAMPLE = {"model": "c_tiny", "task": "finetune"}
 """What `--help` shows where nothing is chosen; the choices that stand in every run's name."""

@@ -74,6 +74,7 @@ class ClassTars(WebDataset):
     idx_to_prompt: File[str | None]
 
     caption = "cls"
+    needed = "caption"  # the class, whatever of it makes the caption
 
     def open(self) -> Index:
         """See `Source.open`; a tar that cannot be indexed or a class without a prompt raises a `ConfigError`."""

@@ -143,13 +143,13 @@ class Stream:
     def _filtered_samples(self, row: int, epoch: int) -> Iterator[tuple[str, dict[str, bytes]]]:
         """Yield the samples of a tar that pass the filters; log once what it holds besides samples."""
         tar, spec = self.tars[row], self.spec
-        dropped, largest = Dropped(caption=tar.caption), spec.max_file_mib * MEBIBYTE
+        dropped, largest = Dropped(), spec.max_file_mib * MEBIBYTE
         found = stream_samples(tar, max_file_bytes=largest, timeout_seconds=spec.timeout_seconds, dropped=dropped)
         for key, parts in found:
             if not len(self.filters) or all(each == PASSED for each in self.filters.verdicts(parts.get("json"))):
                 yield key, parts if self.keeps_json else {part: parts[part] for part in parts if part != "json"}
         if dropped.examples and epoch == 0:
-            _log.warning("%s: left out %s", tar.name, dropped.text())
+            _log.warning("%s: left out %s", tar.name, dropped.text(tar.caption))
 
     def _rows_of_epoch(self, epoch: int) -> list[int]:
         """Return the rows of this stream's tars in an epoch; over all streams each tar comes once."""
@@ -185,7 +185,7 @@ def stream_samples(
         return content
 
     with _run_pipe(tar, timeout_seconds) if tar.store is None else _open_stored(tar) as file:
-        yield from samples(tar.name, Forward(file, seekable=tar.is_indexable), take, dropped)
+        yield from samples(tar.name, Forward(file, seekable=tar.is_indexable), take, tar.parts, dropped)
 
 
 @contextmanager

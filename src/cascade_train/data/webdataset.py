@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -57,6 +57,11 @@ class WebDataset(Source):
         self._stores: list[Store] = []
         self._ahead: ReadAhead[dict[str, bytes]] | None = None
 
+    @property
+    def needed(self) -> Literal["caption", "json"]:
+        """The part that makes the caption of a sample."""
+        return "caption" if self.captions.needs_text else "json"
+
     def check(self) -> None:
         """See `Source.check`: the tars on disks; stores are not asked."""
         check_urls(self.urls)
@@ -93,6 +98,7 @@ class WebDataset(Source):
             filters=self._filters,
             largest_json=None if self.max_text_kib is None else self.max_text_kib * 1024,
             used=[part != "json" or self.captions.needs_values for part in ("image", *PARTS)],
+            needed=self.needed,
         )
 
     def _open_streams(self) -> Index:

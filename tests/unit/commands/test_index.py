@@ -3,9 +3,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cascade_train.__main__ import launch
+from cascade_train.data.data_set import open_data_set
 from cascade_train.data.tar import index as tar_index
 from tests.unit.data import tars
 
@@ -79,3 +81,47 @@ def test_verify_removes_a_joined_index_that_lies_beside_a_tar_of_another_folder(
     assert tars.webdataset(urls).open().content_record == stale
     assert launch(["index", f"data.urls=[{','.join(urls)}]", "model=c_tiny", "processes=1", "verify=true"]) == 1
     assert tars.webdataset(urls).open().content_record != stale
+
+
+def shift(array: np.ndarray) -> None:
+    array[:] = np.roll(array, 1)
+
+
+DAMAGE = {"table": lambda table: shift(table["caption_start"]), "keys": shift, "content": shift}
+
+
+@pytest.mark.parametrize("name", [*DAMAGE, "rows"])
+def test_verify_finds_a_joined_index_that_is_not_what_was_made(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(tar_index, "MANY_TARS", 5)
+    urls = str(folder / "{0..4}.tar")
+    whole = open_data_set(tars.webdataset(urls), share=None, held_out=None).training
+    captions = [whole.source.read(row).caption for row in range(20)]
+    (file,) = (folder / ".cascade_train_index").glob(f"joined-*/**/{name}.npy")
+    array = np.load(file, mmap_mode="r+")
+    DAMAGE.get(name, shift)(array)
+    array.flush()
+    assert indexed(folder, "processes=1", "verify=true") == 1
+    assert f"{name}.npy" in caplog.text
+    source = tars.webdataset(urls)
+    source.open()
+    assert [source.read(row).caption for row in range(20)] == captions
+    assert indexed(folder, "processes=1", "verify=true") == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("shard", 7), ("shard", -1), ("image_start", -512), ("json_bytes", 2**40)]
+)
+def test_a_row_that_lies_in_no_tar_is_found_as_the_index_is_opened(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, field: str, value: int
+) -> None:
+    monkeypatch.setattr(tar_index, "MANY_TARS", 5)
+    urls = str(folder / "{0..4}.tar")
+    before = np.array(tars.webdataset(urls).open().table)
+    (file,) = (folder / ".cascade_train_index").glob("joined-*/table.npy")
+    table = np.load(file, mmap_mode="r+")
+    table[field][11] = value
+    table.flush()
+    assert np.array_equal(tars.webdataset(urls).open().table, before)
+    assert "is damaged" in caplog.text

@@ -122,6 +122,29 @@ def test_a_path_alone_chooses_the_data_that_reads_it(tmp_path: Path, monkeypatch
     assert with_implied_choices([*implied]) == implied
 
 
+LAYOUTS = {
+    "img2dataset's tars": (["00000.tar", "00000.parquet", "00000_stats.json"], "webdataset"),
+    "tars below": (["part/00000.tar", "part/00000.parquet"], "webdataset"),
+    "compressed tars": (["a.tar.gz", "index.parquet"], "webdataset"),
+    "img2dataset's files": (["00000/0.jpg", "00000/0.txt", "00000.parquet", "00000_stats.json"], "folder"),
+    "img2dataset's tables": (["00000.parquet", "00000_stats.json"], "parquet"),
+    "tables below": (["train/0.parquet"], "parquet"),
+    "a table beside its pictures": (["train.parquet", "a.jpg"], "parquet"),
+    "pictures and a tar": (["a.JPG", "all.tar"], "folder"),
+    "tars behind a cache": ([".cascade_train_index/0.parquet", "0.tar"], "webdataset"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_lies_in_a_folder_decides_how_it_is_read(tmp_path: Path, name: str):
+    files, choice = LAYOUTS[name]
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    key = "data.urls" if choice == "webdataset" else "data.path"
+    assert with_implied_choices([f"data.path={tmp_path}"]) == [f"data={choice}", f"{key}={tmp_path}"]
+
+
 PLAIN = {
     "+experiment=tiny_token": "experiment=tiny_token",
     "++model=c_tiny": "model=c_tiny",

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from cascade_train.batch import Batch
+from cascade_train.data.captions import Captions
 from cascade_train.data.stream import stream_samples
 from cascade_train.data.tar.members import Dropped
 from cascade_train.data.webdataset import WebDataset
-from cascade_train.errors import RunError
+from cascade_train.errors import ConfigError, RunError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import DatasetContract, content, contents, loading
 from tests.warm.programs import warm_programs
@@ -145,3 +146,47 @@ def test_a_caption_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     source = tars.webdataset(path)
     source.open()
     assert source.read(0).caption == "a cat"
+
+
+def test_a_folder_stands_for_the_tars_below_it(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    for number, name in enumerate(["1.tar", "0.tar", "more/2.tar"]):
+        tars.write(tmp_path / name, tars.samples([number]))
+    (tmp_path / "0.parquet").touch()
+    assert tars.webdataset(tmp_path).open().shards == ("0.tar", "1.tar", "2.tar")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"data\.urls=.*empty holds no tar"):
+        tars.webdataset(tmp_path / "empty").check()
+
+
+JSON_ALONE = [("0.png", tars.picture()), ("0.json", b'{"caption": "a cat"}'), ("1.png", tars.picture())]
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+def test_samples_of_picture_and_json_train_by_a_key_of_the_json(tmp_path: Path, name: str) -> None:
+    path = tars.write(tmp_path / name, JSON_ALONE, "w:gz" if name.endswith("gz") else "w")
+    with loading(
+        tars.webdataset(path, captions=Captions(key="caption")), global_batch_size=1, micro_batch_size=1
+    ) as feed:
+        assert [next(feed)[0].captions for _ in range(2)] == [("a cat",), ("a cat",)]
+
+
+def test_the_key_of_captions_changes_which_samples_of_one_index_train(tmp_path: Path) -> None:
+    path = tars.write(tmp_path / "a.tar", [*JSON_ALONE, ("2.png", tars.picture()), ("2.txt", b"a dog")])
+    with pytest.raises(ConfigError, match=r"data\.captions\.key=") as refused:
+        tars.webdataset(tars.write(tmp_path / "b.tar", JSON_ALONE)).open()
+    assert ".txt" in str(refused.value)
+    assert tars.webdataset(path).open().keys.tolist() == [b"2"]
+    assert tars.webdataset(path, captions=Captions(key="caption")).open().keys.tolist() == [b"0"]
+
+
+def test_files_of_a_sample_may_compose_accents_in_different_ways(tmp_path: Path) -> None:
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    files = [
+        (f"{decomposed}.png", tars.picture()),
+        (f"{composed}.txt", b"a cup"),
+        (f"{composed}.mask.png", tars.mask()),
+    ]
+    source = tars.webdataset(tars.write(tmp_path / "a.tar", files))
+    assert source.open().keys.tolist() == [composed.encode()]
+    assert (source.read(0).caption, source.read(0).mask) == ("a cup", tars.mask())

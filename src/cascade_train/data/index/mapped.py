@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import mmap
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from cascade_train.errors import ConfigError
 from cascade_train.files.durable import remove_abandoned, sync
 from cascade_train.files.untrusted import read_regular
 
-_SIZES = "sizes.json"
+_MADE = "made.json"  # name, bytes and digest of each array
 _log = logging.getLogger(__name__)
+
+Check = Callable[[Mapping[str, np.ndarray]], object]
+"""Raises a ValueError where arrays do not fit together."""
 
 
 class MappedArray(np.memmap):
@@ -36,19 +40,32 @@ class MappedArray(np.memmap):
         return type(self), (self.filename, self.dtype, "r", offset, self.shape)
 
 
-def mapped(folder: Path, write: Callable[[Path], None]) -> dict[str, np.ndarray]:
-    """Return the arrays in a folder, by name; where it is missing or damaged, what `write` puts into an empty one.
+def mapped(folder: Path, write: Callable[[Path], None], check: Check = len) -> dict[str, np.ndarray]:
+    """Map the arrays in a folder, by name; where it is missing or damaged, what `write` puts into an empty one.
 
-    Of several processes one writes while the others wait, where the file system has locks. A kill leaves the folder
-    whole or without its name. An OSError where it cannot be written.
+    It is damaged where a size differs, or `check` raises a ValueError; see `changed_arrays` for the content. Of several
+    processes one writes while the others wait, where the file system has locks. A kill leaves the folder whole or
+    without its name. An OSError where it cannot be written.
     """
-    found = _read(folder, logging.DEBUG)
-    if found is None:
+    arrays = _read(folder, check, logging.DEBUG)
+    if arrays is None:
         with one_at_a_time(folder.with_suffix(".lock")):
-            found = _read(folder, logging.WARNING)
-            if found is None:
-                found = _written(folder, write)
-    return found
+            arrays = _read(folder, check, logging.WARNING)
+            if arrays is None:
+                arrays = _written(folder, write, check)
+    return arrays
+
+
+def changed_arrays(folder: Path) -> list[Path]:
+    """Files of a folder whose content is not what was written; every byte is read."""
+    if not folder.is_dir():
+        return []
+    try:
+        made = _read_made(folder)
+        return [file for file, (size, digest) in made.items() if file.stat().st_size != size or _digest(file) != digest]
+    except (ConfigError, OSError, ValueError) as error:
+        _log.warning("cached index %s is damaged (%s)", folder, error)
+        return [folder / _MADE]
 
 
 @contextmanager
@@ -65,39 +82,50 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
                 lock.unlink(missing_ok=True)
 
 
-def _read(folder: Path, level: int) -> dict[str, np.ndarray] | None:
+def _read_made(folder: Path) -> dict[Path, tuple[int, str]]:
+    made = json.loads(read_regular(folder / _MADE, limit=2**20))
+    return {folder / f"{name}.npy": (size, digest) for name, (size, digest) in made.items()}
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "blake2b").hexdigest()[:32]
+
+
+def _read(folder: Path, check: Check, level: int) -> dict[str, np.ndarray] | None:
     """Map the arrays of a folder; None where there is none, or a file of it is missing or damaged."""
     if not folder.is_dir():
         return None
     try:
-        sizes = json.loads(read_regular(folder / _SIZES, limit=2**20))
-        files = {folder / f"{name}.npy": size for name, size in sizes.items()}
-        if cut := [file.name for file, size in files.items() if not file.is_file() or file.stat().st_size != size]:
+        files = _read_made(folder)
+        if cut := [file.name for file, (size, _) in files.items() if not file.is_file() or file.stat().st_size != size]:
             raise ValueError(f"{', '.join(cut)} is missing or cut")
-        return {file.stem: np.load(file, mmap_mode="r", allow_pickle=False).view(MappedArray) for file in files}
-    except (ConfigError, OSError, ValueError, AttributeError, EOFError) as error:
+        arrays = {file.stem: np.load(file, mmap_mode="r", allow_pickle=False).view(MappedArray) for file in files}
+        check(arrays)
+        return arrays
+    except (ConfigError, OSError, ValueError, TypeError, AttributeError, EOFError) as error:
         _log.log(level, "cached index %s is damaged (%s); it is made anew", folder, error)
         return None
 
 
-def _written(folder: Path, write: Callable[[Path], None]) -> dict[str, np.ndarray]:
+def _written(folder: Path, write: Callable[[Path], None], check: Check) -> dict[str, np.ndarray]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(folder.parent)
     partial = folder.with_name(f".partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir()
     try:
         write(partial)
-        sizes = {path.stem: path.stat().st_size for path in sorted(partial.iterdir())}
-        (partial / _SIZES).write_text(json.dumps(sizes), encoding="utf-8")
+        made = {path.stem: (path.stat().st_size, _digest(path)) for path in sorted(partial.iterdir())}
+        (partial / _MADE).write_text(json.dumps(made), encoding="utf-8")
         for path in partial.iterdir():  # a mapped file whose content did not reach the disk is not noticed
             sync(path)
-        if _read(folder, logging.DEBUG) is None:  # no process of another machine was quicker
+        if _read(folder, check, logging.DEBUG) is None:  # no process of another machine was quicker
             shutil.rmtree(folder, ignore_errors=True)
             with suppress(OSError):
                 partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    found = _read(folder, logging.WARNING)
-    if found is None:
+    arrays = _read(folder, check, logging.WARNING)
+    if arrays is None:
         raise OSError(f"{folder} cannot be read after it was written")
-    return found
+    return arrays

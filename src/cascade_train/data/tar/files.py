@@ -1,4 +1,4 @@
-"""The tars that `data.urls` names: paths, `s3://bucket/key.tar`, `s3://bucket/prefix`, or `pipe:command`.
+"""The tars that `data.urls` names: paths, folders, `s3://bucket/key.tar`, `s3://bucket/prefix`, or `pipe:command`.
 
 A prefix is listed once for a run: what was found is written down, and a resume reads it there.
 """
@@ -22,6 +22,7 @@ from cascade_train.data.tar.members import PARTS
 from cascade_train.data.tar.storage import S3, SCHEME, LocalFiles, Store, StoredObject
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
+from cascade_train.files.run_folder import walk_data
 from cascade_train.files.untrusted import open_regular, parsing, read_json
 from cascade_train.redaction import LONGEST_REASON, redact, redact_argument, shortened
 
@@ -134,9 +135,20 @@ class Listings:
 
 
 def expand_urls(urls: str | list[str]) -> list[str]:
-    """Expand brace patterns, `file:` and `~` in one entry or a list of them: one url per tar or prefix, in order."""
+    """Expand folders, brace patterns, `file:` and `~` in one entry or a list of them, to a url for each tar or prefix.
+
+    The tars of a folder are all below it, in the order of their paths.
+    """
     patterns = [urls] if isinstance(urls, str) else urls
-    return [_normalize(url) for pattern in patterns for url in _expand_braces(pattern)]
+    expanded = [_normalize(url) for pattern in patterns for url in _expand_braces(pattern)]
+    return [url for entry in expanded for url in (_tars_below(Path(entry)) if Path(entry).is_dir() else [entry])]
+
+
+def _tars_below(folder: Path) -> list[str]:
+    files = [place / name for place, names in walk_data(folder) for name in names if name.lower().endswith(_ENDS)]
+    if not files:
+        raise ConfigError(f"data.urls={folder} holds no tar ({', '.join(_ENDS[:4])}), nor do the folders below it")
+    return sorted(map(str, files))
 
 
 def check_urls(urls: str | list[str]) -> list[str]:
@@ -147,9 +159,7 @@ def check_urls(urls: str | list[str]) -> list[str]:
     if missing:
         given = ",".join(map(redact_argument, [urls] if isinstance(urls, str) else urls))
         remedy = f"Paths are relative to the current folder, {Path.cwd()}"
-        if missing[0].is_dir():
-            remedy = f"{missing[0]} is a folder: name the tar files in it, as in {missing[0]}/{{000..005}}.tar"
-        elif any("*" in path.name for path in missing):
+        if any("*" in path.name for path in missing):
             remedy = "Name them by braces, as in shard-{000..005}.tar, or as a list"
         raise ConfigError(
             f"data.urls={shortened(given, LONGEST_REASON)}: {len(missing)} of {len(paths)} tar files not found:"

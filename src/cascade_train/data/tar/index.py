@@ -16,14 +16,14 @@ import logging
 import os
 import random
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,9 +35,9 @@ from cascade_train.data.index.cache import (
     user_cache_dir,
     write_cache,
 )
-from cascade_train.data.index.mapped import mapped, one_at_a_time
+from cascade_train.data.index.mapped import changed_arrays, mapped, one_at_a_time
 from cascade_train.data.index.row_filter import RowFilters
-from cascade_train.data.index.rows import ABSENT, BEGINNING_BYTES, ROW_FIELDS, checksum, combine
+from cascade_train.data.index.rows import ABSENT, BEGINNING_BYTES, ROW_FIELDS, checksum, combine, first_names
 from cascade_train.data.tar.files import Tar
 from cascade_train.data.tar.members import IMAGE_EXTENSIONS, PARTS, Dropped, Forward, Member, samples
 from cascade_train.errors import ConfigError, RunError
@@ -47,6 +47,7 @@ TAR_FIELDS = ROW_FIELDS + [(f"{part}_{what}", "<i8") for part in ("image", *PART
 _ARRAYS = ("table", "keys", "checksums")
 _FORMAT = 1
 _FORMAT_OF_ALL = 1
+_AT_ONCE = 2**20  # rows that are checked together
 _INDEXED_AT_ONCE = 8  # remote tars, each with a buffer of 8 MiB
 _ABSENT = (0, 0, 0, 0, ABSENT)
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -98,7 +99,7 @@ def scan_shard(tar: Tar) -> ShardIndex:
 
     A ConfigError where the tar is empty, compressed, damaged, not sorted by key, or has no usable sample.
     """
-    rows, keys, checksums, dropped = [], [], [], Dropped(caption=tar.caption)
+    rows, keys, checksums, dropped = [], [], [], Dropped()
     with tar.open() as file:
         head = file.read(5)
         for name in (name for magic, name in _COMPRESSED.items() if head.startswith(magic)):
@@ -108,7 +109,11 @@ def scan_shard(tar: Tar) -> ShardIndex:
             )
         file.seek(0)
         for key, found in samples(
-            tar.item.url, Forward(file, seekable=True), partial(_member_facts, set(tar.parts.values())), dropped
+            tar.item.url,
+            Forward(file, seekable=True),
+            partial(_member_facts, set(tar.parts.values())),
+            tar.parts,
+            dropped,
         ):
             parts = [found.get(part, _ABSENT) for part in PARTS]
             rows.append((0, *found["image"][:4], *(number for part in parts for number in part[2:4])))
@@ -118,8 +123,8 @@ def scan_shard(tar: Tar) -> ShardIndex:
         raise ConfigError(f"data.urls: {tar.item.url} is an empty tar, or holds no file with an extension")
     if not rows:
         raise ConfigError(
-            f"data.urls: {tar.item.url} holds no usable sample: {dropped.text()}. A sample is KEY.jpg with"
-            f" KEY.{dropped.caption}, and a key ends at the first dot of the file name"
+            f"data.urls: {tar.item.url} holds no usable sample: {dropped.text(tar.caption)}. A sample is KEY.jpg with"
+            f" KEY.{tar.caption}, and a key ends at the first dot of the file name"
         )
     table = np.array(rows, dtype=TAR_FIELDS)
     return ShardIndex(table=table, keys=np.array(keys), checksums=np.array(checksums), dropped=dropped)
@@ -190,6 +195,7 @@ class JoinedTars:
     filters: RowFilters
     largest_json: int | None  # bytes of a json that the filters read; null = any
     used: Sequence[bool]  # which parts of a sample, the picture first, its content's checksum covers
+    needed: Literal["caption", "json"]  # the part without which a sample is left out
 
     def open(self) -> tuple[dict[str, np.ndarray], Path | None]:
         """Return table, keys and content of the samples, see `Index`, and the folder that they are mapped from, if any.
@@ -237,20 +243,28 @@ class JoinedTars:
                 load_verdicts(tar, shard, self.filters, self.cache_dir, largest=self.largest_json)
         return changed
 
+    def remove_damaged(self) -> list[str]:
+        """Compare the joined index with the digests of its making; remove it where files differ, and return those."""
+        folder = self.folder
+        folders = [folder, *(path for path in folder.glob("*") if path.is_dir())]
+        changed = [str(file) for place in folders for file in changed_arrays(place)]
+        if changed:
+            shutil.rmtree(folder)
+        return changed
+
     @property
     def folder(self) -> Path:
         """Where the index is kept if there are `MANY_TARS`; its name changes with any tar and option."""
         files = [index_file(tar, self.cache_dir) for tar in self.tars]
-        text = repr(
-            (_FORMAT_OF_ALL, [each.name for each in files], self.filters.identity, self.largest_json, self.used)
-        )
+        options = self.filters.identity, self.largest_json, self.used, self.needed
+        text = repr((_FORMAT_OF_ALL, [file.name for file in files], *options))
         return files[0].with_name(f"joined-{hashlib.sha256(text.encode()).hexdigest()[:16]}")
 
     def _open(self) -> tuple[dict[str, np.ndarray], Path | None]:
         if len(self.tars) >= MANY_TARS:
             folder = self.folder
             try:
-                return mapped(folder, self._write), folder
+                return mapped(folder, self._write, self._check_bounds), folder
             except OSError as error:
                 _log.warning("the index of %d tars is not kept: %s: %s", len(self.tars), folder, error)
         return self._joined(functools.cache(self._load), lambda _, dtype, count: np.empty(count, dtype)), None
@@ -267,10 +281,26 @@ class JoinedTars:
         for name in ("dropped", "judged"):
             np.save(folder / f"{name}.npy", parts[name])
 
+    def _check_bounds(self, parts: Mapping[str, np.ndarray]) -> None:
+        """Raise a ValueError where a row lies outside the tars."""
+        table, keys, content = (parts[name] for name in ("table", "keys", "content"))
+        size_T = np.array([tar.item.size for tar in self.tars], dtype=np.int64)
+        if not len(table) == len(keys) == len(content):
+            raise ValueError("its arrays differ in length")
+        for start in range(0, len(table), _AT_ONCE):
+            rows = table[start : start + _AT_ONCE]
+            shard_N = rows["shard"]
+            if shard_N[0] < 0 or shard_N[-1] >= len(size_T) or (np.diff(shard_N) < 0).any():
+                raise ValueError(f"a row after {start} names no tar")
+            for part in ("image", *PARTS):
+                start_N, bytes_N = rows[f"{part}_start"], rows[f"{part}_bytes"]
+                if (np.minimum(start_N, bytes_N) < 0).any() or (start_N > size_T[shard_N] - bytes_N).any():
+                    raise ValueError(f"a row after {start} lies outside its tar")
+
     def _joined(self, load: Callable[[int], ShardIndex], allocate: Allocate) -> dict[str, np.ndarray]:
-        """Return the arrays of all tars. Each tar is loaded twice: first its lengths alone are kept."""
+        """Join the arrays of all tars. Each tar is loaded twice: first its lengths alone are kept."""
         found = self._of_each(lambda number: self._lengths(number, load(number)))
-        kept_by_tar, judged = self._kept([verdicts for *_, verdicts in found])
+        kept_by_tar, judged = self._kept([usable for _, _, usable, _ in found], [verdicts for *_, verdicts in found])
         total, key_bytes = sum(int(kept.sum()) for kept in kept_by_tar), max(width for width, *_ in found)
         table, content = allocate("table", TAR_FIELDS, total), allocate("content", np.uint64, total)
         keys, start = allocate("keys", f"S{key_bytes}", total), 0
@@ -279,7 +309,7 @@ class JoinedTars:
             table[rows], keys[rows] = shard.table[kept], shard.keys[kept]
             table["shard"][rows] = number
             content[rows] = combine(*shard.checksums[kept].T[list(self.used)])
-        left_out = [text for _, text, _ in found if text]
+        left_out = [text for _, text, *_ in found if text]
         notes = {"dropped": np.array(left_out, dtype=np.str_), "judged": np.array(judged, dtype=np.str_)}
         return {"table": table, "keys": keys, "content": content, **notes}
 
@@ -287,21 +317,36 @@ class JoinedTars:
         with reading_tars():
             return load_shard(self.tars[number], self.cache_dir)
 
-    def _lengths(self, number: int, shard: ShardIndex) -> tuple[int, str, np.ndarray]:
-        """Return the bytes of a key, what was left out, and the verdicts of the filters, (N, 1 + filters) or (N, 0)."""
-        tar, verdicts = self.tars[number], np.zeros((len(shard.table), 0), dtype=np.uint8)
+    def _lengths(self, number: int, shard: ShardIndex) -> tuple[int, str, np.ndarray, np.ndarray]:
+        """Bytes of a key, what is left out, the usable samples, and the filters' verdicts on these (N, 1 + filters)."""
+        tar, usable = self.tars[number], shard.table[f"{self.needed}_start"] > 0
+        verdicts = np.zeros((len(usable), 0), dtype=np.uint8)
         if len(self.filters):
             with reading_tars():
                 verdicts = load_verdicts(tar, shard, self.filters, self.cache_dir, largest=self.largest_json)
-        text = f"{tar.item.url}: left out {shard.dropped.text()}" if shard.dropped.examples else ""
-        return shard.keys.dtype.itemsize, text, verdicts
+        texts = [shard.dropped.text(tar.caption)] if shard.dropped.examples else []
+        if not usable.all():
+            names = first_names([key.decode(errors="replace") for key in shard.keys[~usable][:6].tolist()])
+            texts.append(f"{(~usable).sum()} keys without .{tar.parts[self.needed]} ({names})")
+        text = f"{tar.item.url}: left out {'; '.join(texts)}" if texts else ""
+        return shard.keys.dtype.itemsize, text, usable, verdicts[usable]
 
-    def _kept(self, verdicts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[str]]:
-        """Return which samples of each tar pass the filters, (N,) bool, and lines on how many do."""
+    def _kept(self, usable: Sequence[np.ndarray], verdicts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[str]]:
+        """Which samples of each tar are usable and pass the filters, (N,) bool, and lines on how many do."""
+        if not any(map(len, verdicts)):
+            raise ConfigError(
+                f"data.urls: none of {sum(map(len, usable))} samples has .{self.tars[0].parts[self.needed]} for its"
+                " caption. Where its json has one, name the key, as in data.captions.key=caption; txt = KEY.txt"
+            )
         if not len(self.filters):
-            return [np.ones(len(each), dtype=bool) for each in verdicts], []
-        kept, lines = self.filters.judged(np.concatenate(verdicts))
-        return np.split(kept, np.cumsum([len(each) for each in verdicts])[:-1]), lines
+            return list(usable), []
+        passed, lines = self.filters.judged(np.concatenate(verdicts))
+        kept_by_tar = [mask.copy() for mask in usable]
+        for kept, mine in zip(
+            kept_by_tar, np.split(passed, np.cumsum([len(rows) for rows in verdicts])[:-1]), strict=True
+        ):
+            kept[kept] = mine
+        return kept_by_tar, lines
 
     def _of_each(self, facts: Callable[[int], Any]) -> list[Any]:
         """Return facts of each tar, of remote ones several at a time.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tarfile
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,12 +86,11 @@ class Dropped:
     without_caption: int = 0  # keys with a picture
     without_image: int = 0  # keys
     examples: list[str] = field(default_factory=list)  # the first of these keys, with their extensions
-    caption: str = PARTS["caption"]  # extension of the files that hold captions
 
-    def text(self) -> str:
-        """Return how many and which, for messages."""
+    def text(self, caption: str) -> str:
+        """Numbers and examples for messages; captions come from files of an extension."""
         return (
-            f"{self.without_caption} keys with a picture but no caption (.{self.caption}), {self.without_image} keys"
+            f"{self.without_caption} keys with a picture but no caption (.{caption}), {self.without_image} keys"
             f" without a picture (.{', .'.join(IMAGE_EXTENSIONS)}); found: {'; '.join(self.examples) or 'none'}"
         )
 
@@ -103,20 +103,20 @@ class Dropped:
 
 
 def samples(
-    name: str, file: Forward, take: Callable[[Member], T], dropped: Dropped
+    name: str, file: Forward, take: Callable[[Member], T], extensions: Mapping[str, str], dropped: Dropped
 ) -> Iterator[tuple[str, dict[str, T]]]:
-    """Yield key and parts ("image", "caption", "json", "mask") of each sample that has a picture and a caption.
+    """Yield key and parts of each sample: "image", and those of `extensions`, among them "caption" or "json".
 
     `take` makes the part of a file; it is called with each file once, while its bytes can be read. A ConfigError where
     the tar is damaged or cut short, or a key's files are not neighbours.
     """
     for key, files in _group_by_key(name, file, take):
         image = next((extension for extension in IMAGE_EXTENSIONS if extension in files), None)
-        if image is None or dropped.caption not in files:
+        parts = {part: files[extension] for part, extension in extensions.items() if extension in files}
+        if image is None or parts.keys().isdisjoint(("caption", "json")):
             dropped.count(key, files, no_image=image is None)
-            continue
-        extensions = {"image": image, **PARTS, "caption": dropped.caption}
-        yield key, {part: files[extension] for part, extension in extensions.items() if extension in files}
+        else:
+            yield key, {"image": files[image], **parts}
 
 
 def _group_by_key(name: str, file: Forward, take: Callable[[Member], T]) -> Iterator[tuple[str, dict[str, T]]]:
@@ -141,14 +141,15 @@ def _group_by_key(name: str, file: Forward, take: Callable[[Member], T]) -> Iter
 def key_and_extension(name: str) -> tuple[str, str] | None:
     """Split a name as webdataset does: the path up to the first dot of the file's name, and what follows it.
 
-    None where there is no dot. A file's name that begins with one belongs to the folder, unless that has a dot too.
-    Takes time in proportion to the name, unlike webdataset's regular expression.
+    None where there is no dot. A file's name that begins with one belongs to the folder, unless that has a dot too. Of
+    accents, which systems compose or not, the key has the composed form. Takes time in proportion to the name, unlike
+    webdataset's regular expression.
     """
     folder, slash, file = name.rpartition("/")
     stem, dot, extension = file.partition(".")
     if not dot or not (stem or (slash and "." not in folder.rpartition("/")[2])):
         return None
-    return f"{folder}{slash}{stem}", extension
+    return unicodedata.normalize("NFC", f"{folder}{slash}{stem}"), extension
 
 
 def _read_members(name: str, file: Forward) -> Iterator[Member]:
@@ -177,11 +178,11 @@ def _read_members(name: str, file: Forward) -> Iterator[Member]:
 
 
 def raw_sample(parts: Mapping[str, bytes], key: str, *, needs_values: bool) -> RawSample:
-    """Return the sample of these files: "image", "caption" and, where they are there, "json" and "mask"."""
+    """Make the sample of its files: "image", and of "caption", "json" and "mask" those that are there."""
     values = read_metadata(parts["json"]) if needs_values and "json" in parts else {}
     if values is None:
         raise UnreadableSampleError("it has no readable json, which data.captions asks for")
-    caption = caption_text(parts["caption"])
+    caption = caption_text(parts.get("caption", b""))
     return RawSample(
         image=parts["image"], caption=caption, caption_from=".txt", key=key, values=values, mask=parts.get("mask")
     )

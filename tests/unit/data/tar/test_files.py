@@ -60,7 +60,6 @@ def test_the_home_folder_has_its_short_form(folder: Path, monkeypatch: pytest.Mo
         ("gs://bucket/a.tar", "has a scheme that is not read, gs: .* copy the tars to a disk or to S3"),
         ("pipe: ", "pipe: has no command: write pipe:cat train.tar"),
         ("a.tar.zst", r"a.tar.zst is compressed in a way that is not read here; stream it, as in 'pipe:zstd -dc a.tar"),
-        (".", "is a folder: name the tar files in it"),
         ("*.tar", "Name them by braces"),
     ],
 )

@@ -117,10 +117,10 @@ DAMAGE: list[tuple[str, Callable[[Path], Any]]] = [
     ("table.npy", lambda file: os.truncate(file, file.stat().st_size - 8)),
     ("keys.npy", lambda file: file.write_bytes(b"x" * file.stat().st_size)),
     ("table.npy", lambda file: (file.unlink(), os.mkfifo(file))),
-    ("sizes.json", lambda file: file.write_text("[1]")),
-    ("sizes.json", lambda file: file.write_text(file.read_text() + " " * 2**20)),  # more than is ever written
+    ("made.json", lambda file: file.write_text("[1]")),
+    ("made.json", lambda file: file.write_text(file.read_text() + " " * 2**20)),  # more than is ever written
     ("content.npy", Path.unlink),
-    ("sizes.json", Path.unlink),
+    ("made.json", Path.unlink),
 ]
 
 
