@@ -4,15 +4,12 @@
 
 Both ways take turns on the same state, so that the ratio is the claim; seconds are those of this disk. For a synthetic
 state of the given size, and for real runs of `model=c_tiny`, whose wait is what `Trainer.save` takes. And the CPU
-seconds, user and system, of a save until it is published, beside those of its parts alone and of a save that would hash
-what it writes while it writes it.
+seconds, user and system, of a save until it is published, beside those of its parts alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import io
 import os
 import platform
 import resource
@@ -21,15 +18,12 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from cascade_train.__main__ import launch
 from cascade_train.distributed.process_group import process_group
@@ -81,30 +75,6 @@ def synthetic(gib: float, rounds: int, directory: Path) -> dict[str, list[float]
     return seen
 
 
-class HashingFile(io.FileIO):
-    """A file that hashes what is written to it."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path, "w")
-        self.digest = hashlib.sha256()
-
-    def write(self, data: bytes) -> int:
-        """Write, and hash what was written."""
-        count = super().write(data)
-        self.digest.update(memoryview(data)[:count])
-        return count
-
-
-class HashingFiles(FileSystem):
-    """Files of torch's distributed checkpoint that are hashed while they are written."""
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open a file to write."""
-        with HashingFile(os.fspath(path)) as file, io.BufferedWriter(file) as stream:
-            yield stream
-
-
 def cpu_seconds(work: Callable[[], object]) -> float:
     """Return the CPU time, user and system, that this process takes for `work`, in all its threads."""
     before = resource.getrusage(resource.RUSAGE_SELF)
@@ -114,23 +84,16 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def processor(gib: float, rounds: int, directory: Path) -> dict[str, list[float]]:
-    """Return the CPU seconds of a save until it is published, of its parts, and of another way; the first included."""
+    """Return the CPU seconds of a save until it is published and of its parts; the first included."""
     state, folder = synthetic_state(gib), directory / "parts"
 
-    def write(*, is_hashing: bool = False) -> None:
+    def write() -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        writer = FileSystemWriter(folder)
-        writer.fs = HashingFiles() if is_hashing else writer.fs
-        state_dict_saver.save(state, storage_writer=writer)
+        state_dict_saver.save(state, storage_writer=FileSystemWriter(folder))
 
     def save(store: CheckpointStore, number: int) -> None:
         store.save(number, state, {})
         store.wait()
-
-    def hash_state() -> None:
-        digest = hashlib.sha256()
-        for tensor in state["weights"].values():
-            digest.update(tensor.numpy())
 
     with process_group():
         keep_one = Retention(keep_last=1)
@@ -141,9 +104,6 @@ def processor(gib: float, rounds: int, directory: Path) -> dict[str, list[float]
             "a save that waits, until published": lambda number: save(waits, number),
             "torch's DCP alone": lambda number: write(),
             "its files read back and hashed": lambda number: [hash_file(each) for each in folder.iterdir()],
-            "DCP, hashed while it writes": lambda number: write(is_hashing=True),
-            "SHA-256 of the state in memory": lambda number: hash_state(),
-            "as much new memory, each page touched": lambda number: np.empty(int(gib * 2**30), np.uint8).fill(0),
         }
         seen: dict[str, list[float]] = {name: [] for name in parts}
         for number in range(1, rounds + 2):
@@ -210,13 +170,7 @@ def report(
     lines += ["", "Medians. On a GPU the copy is one transfer into pinned memory; not measured here."]
     lines += ["", "CPU seconds, user and system, taking turns in one process, of the same state:", ""]
     lines += ["| what | first | median of the later | least | most |", "|---|---|---|---|---|", *rows]
-    return "\n".join([*lines, "", NOTE])
-
-
-NOTE = """A first save maps the memory of its copies and of the pages of its files, which costs what new memory costs on
-this machine (the last row). Later saves take what DCP and the hash take. To hash while writing would save the
-difference between the third and fourth row together and the fifth.
-"""
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:

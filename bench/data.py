@@ -9,13 +9,11 @@ that a busy machine slows both alike; times are CPU time on one thread. Exits wi
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -23,14 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `bench` is a pac
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from bench import data_original as original
 from bench.data_pictures import jpeg, picture, write_set
 from bench.data_report import EndToEnd, PerImage, Runs, page, verdicts
 from cascade_train.data.decoding.decode import fast_jpeg_decoder
-from cascade_train.data.decoding.framing import Box, Framing, cut, largest_box
+from cascade_train.data.decoding.framing import Box, Framing
 from cascade_train.data.loading.feed import FeedRequest, Loader
 from cascade_train.data.webdataset import WebDataset
 
@@ -97,35 +94,6 @@ def psnr(pixels: np.ndarray, reference: Tensor) -> float:
     """Return the dB between (3, H, W) uint8 and float in [0, 1]."""
     error = torch.from_numpy(pixels).double() / 255 - reference.double()
     return float(-10 * error.square().mean().log10())
-
-
-def scaled_decoding(rounds: int) -> list[str]:
-    """Compare decoding at fractions of the size, as a square of 768 needs it of large pictures; rows of a table."""
-    rows = []
-    for width, height in ((3200, 2400), (8000, 6000)):
-        large = picture(WIDTH, HEIGHT, seed=99).resize((width, height), Image.Resampling.BICUBIC)
-        file = jpeg(large, 90)
-        reference = torch.from_numpy(_square_at(file, 1)).double() / 255
-        for fraction in (1, 2, 4):
-            if height / fraction >= 1.25 * 768:
-                error = "-" if fraction == 1 else f"{psnr(_square_at(file, fraction), reference):.1f}"
-                milliseconds = median(timed(partial(_square_at, file, fraction)) for _ in range(rounds))
-                rows.append(f"| {width} x {height} | 1/{fraction} | {milliseconds:.0f} | {error} |")
-    return rows
-
-
-def _square_at(file: bytes, fraction: int) -> np.ndarray:
-    """Decode at a fraction of the size, whole with the fast decoder, and cut a square of 768."""
-    fast = fast_jpeg_decoder()
-    image = Image.open(io.BytesIO(file))
-    size = (image.height, image.width)
-    if fraction == 1 and fast is not None:
-        pixels = fast(file)
-    else:
-        image.draft(None, (image.width // fraction, image.height // fraction))
-        pixels = np.asarray(image)
-    box = largest_box(size, (768, 768), (0.5, 0.5))
-    return cut(pixels, box.scaled(size, pixels.shape[:2]), 768, 768, flip=False)
 
 
 def our_batches(tar: Path, size: tuple[int, int], workers: int) -> Loader:
@@ -226,12 +194,11 @@ def main() -> int:
     pictures = [picture(WIDTH, HEIGHT, seed) for seed in range(args.pictures)]
     files = [(quality, jpeg(image, quality)) for image in pictures for quality in QUALITIES]
     images = [row for size in SIZES for row in measure_images(files, size, args.rounds)]
-    fractions = scaled_decoding(args.rounds)
     with tempfile.TemporaryDirectory() as folder:
         tar = write_set(Path(folder), [file for _, file in files], args.count)
         found = measure_runs(tar, args.workers, args.count, args.rounds)
     load = f"Load of the machine before and after: {before:.1f}, {os.getloadavg()[0]:.1f}."
-    text = page(f"python bench/data.py {' '.join(sys.argv[1:])}".strip(), images, found, fractions, load)
+    text = page(f"python bench/data.py {' '.join(sys.argv[1:])}".strip(), images, found, load)
     print(text)
     if args.out is not None:
         args.out.write_text(text)

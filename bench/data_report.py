@@ -87,27 +87,6 @@ def times(found: Runs, square: bool, column: str) -> float:
     return median(getattr(original, column) / getattr(ours, column) for original, ours in pairs)
 
 
-def scaling(found: Runs) -> float:
-    """Return the CPU time of an image with the most workers over that with the fewest: 1 = linear."""
-    numbers = sorted({workers for _, _, workers in found})
-    sizes = {size for _, size, _ in found}
-    most, fewest = (
-        sum(median(run.total for run in found["ours", size, number]) for size in sizes)
-        for number in (numbers[-1], numbers[0])
-    )
-    return most / fewest
-
-
-def floor(images: Sequence[PerImage]) -> str:
-    """Say how much of our time is decoding, which nothing here can shorten."""
-    share = median(row.decode / row.ours for row in images)
-    most = median((row.original_worker + row.original_main) / row.decode for row in images)
-    return (
-        f"Of our time on a single picture {share:.0%} is the decoder's: if all else cost nothing, it would be"
-        f" {most:.1f} times."
-    )
-
-
 def verdicts(images: Sequence[PerImage], found: Runs) -> list[tuple[str, bool]]:
     """Return each target with what was measured, and whether it was met."""
     in_worker, in_all = times(found, square=True, column="workers"), times(found, square=False, column="total")
@@ -121,7 +100,7 @@ def verdicts(images: Sequence[PerImage], found: Runs) -> list[tuple[str, bool]]:
     ]
 
 
-def page(command: str, images: Sequence[PerImage], found: Runs, fractions: Sequence[str], load: str) -> str:
+def page(command: str, images: Sequence[PerImage], found: Runs, load: str) -> str:
     """Return the Markdown page."""
     checked = [f"- {'met' if met else '**missed**'}: {text}" for text, met in verdicts(images, found)]
     return f"""# From a JPEG to a training batch
@@ -135,14 +114,10 @@ Commit {_commit()}, {datetime.now(UTC):%Y-%m-%d}. {platform.machine()}, {os.cpu_
 
 {_lines(checked)}
 
-{floor(images)}
-
 ## Whole runs
 
 From a tar of all qualities to batches in the main process. To the square, the original's workers resize; to the other
-size, as with several aspect ratios, its main process does. Ours does all in the workers. Images per second grow
-linearly with the workers, as far as cores are free, where an image costs the same: it costs {scaling(found):.2f} times
-as much with the most workers as with the fewest.
+size, as with several aspect ratios, its main process does. Ours does all in the workers.
 
 {_lines(run_table(found))}
 
@@ -152,15 +127,6 @@ In one process that keeps its memory: no queue, no shared memory, and no new mem
 PSNR is against the same part of PIL's pixels resized in float; two roundings to uint8 alone give about 57.4.
 
 {_lines(image_table(images))}
-
-## Decoding at a fraction of the size
-
-To a square of 768, PSNR against decoding whole. Half the size saves little for what it costs in quality; a quarter and
-an eighth are taken where they leave 1.25 times the target.
-
-| picture | fraction | ms | PSNR, dB |
-|---|---|---|---|
-{_lines(fractions)}
 """
 
 

@@ -16,12 +16,29 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bench.response_norm import network
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tests` is a package of this checkout
+
+from cascade_train.models.cascade.unet_config import BLOCK_TYPES, CascadeUNetConfig
 from cascade_train.models.formats import int8
 from cascade_train.models.formats.weights import load_state
 
 HEAD = ("weights", "compute", "GiB", "prediction", "loss", "gradient")
+
+
+def network(width: int) -> nn.Module:
+    """Return Stage C with 6 triples of one width, with values drawn for every weight."""
+    made = CascadeUNetConfig(
+        in_channels=16, out_channels=16, timestep_ratio_embedding_dim=64, patch_size=1, conditioning_dim=width,
+        block_out_channels=[width, width], num_attention_heads=[width // 64] * 2, down_num_layers_per_block=[1, 2],
+        up_num_layers_per_block=[2, 1], down_blocks_repeat_mappers=[1, 1], up_blocks_repeat_mappers=[1, 1],
+        block_types_per_layer=[list(BLOCK_TYPES)] * 2, clip_text_in_channels=width, clip_text_pooled_in_channels=width,
+        clip_image_in_channels=width, clip_seq=4, effnet_in_channels=None, pixel_mapper_in_channels=None,
+        kernel_size=3, dropout=[0.0] * 2, self_attn=True, timestep_conditioning_type=["sca", "crp"],
+        switch_level=[False],
+    ).build().to_empty(device="cpu")  # fmt: skip
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    return made.train()
 
 
 def packaged() -> nn.Module:
@@ -66,7 +83,7 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=12)
     parser.add_argument("--packaged", action="store_true")
     args = parser.parse_args()
-    made = (packaged() if args.packaged else network(args.width, 0.0)).eval().requires_grad_(False)
+    made = (packaged() if args.packaged else network(args.width)).eval().requires_grad_(False)
     exact = step(made, args.side, torch.float32)
     blocks = int8.BLOCK
     print(("{:>22} {:>8} {:>7}" + " {:>10}" * 3).format(*HEAD))

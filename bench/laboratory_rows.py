@@ -100,27 +100,3 @@ ROWS: dict[str, Row] = {
     ),
 }
 """Method -> how it is chosen."""
-
-LEFT_OUT: dict[str, str] = {
-    "objective=gdf": "the baseline's",
-    "objective=v": "the packaged network predicts noise: another target must train from nothing, for hours",
-    "objective=x0": "another target, as objective=v",
-    "objective=flow_matching": "another target and schedule, as objective=v",
-    "objective=rectified_flow": "another target and schedule, as objective=v",
-    "objective=edm": "another scaling and schedule, as objective=v",
-    "objective=edm_sdxl": "of Stable Diffusion XL",
-    "objective=ddpm": "of Stable Diffusion",
-    "objective=ddpm_v": "of Stable Diffusion",
-    "objective=ddpm_debiased": "of Stable Diffusion; its weight is measured by objective=debiased",
-    "objective=ddpm_min_snr": "of Stable Diffusion; its weight is measured by objective=min_snr",
-    "objective=autoencoder_kl": "of autoencoders",
-    "objective=vqgan": "of Stage A",
-    "objective=preview": "of previewers",
-    "distance=mse": "the baseline's",
-    "noise=plain": "the baseline's",
-    "optimizer=torch": "no optimizer, but the way to name one of torch",
-    "lr_scheduler=cosine": "the baseline's",
-    "ema.post_hoc": "averages of the lengths that ema.decay is measured with, chosen afterwards",
-    "task.kind=lora": "the baseline's",
-}
-"""Option -> why it has no row."""

@@ -9,8 +9,7 @@ it takes to gather all weights and scatter all gradients in one piece each. All 
 so that ratios are the claims. `loop` is the step with the encoders' results remembered, as a cache gives them.
 
 Deep is the depth of C-3.6B (64 triples, 1,550 tensors) with a width of 16: almost all of its time is the host's. Its
-units are gathered one by one, as those of C-3.6B are. Prints a table, writes JSON. `--curve` trains 300 steps in fp32,
-in bf16, and in bf16 sharded on one rank, and compares their losses.
+units are gathered one by one, as those of C-3.6B are. Prints a table, writes JSON.
 """
 
 from __future__ import annotations
@@ -216,10 +215,10 @@ def be_rank(case: str, rounds: int, out: Path) -> None:
 
 
 def run_case(case: str, rounds: int, directory: Path) -> dict[str, Any]:
-    """Start the ranks of a case or curve and return what rank 0 measured."""
+    """Start the ranks of a case and return what rank 0 measured."""
     out = directory / (case.replace(", ", "_").replace(" ", "_") + ".json")
     command = [__file__, "--case", case, "--rounds", str(rounds), "--out", str(out)]
-    run_ranks(command, CASES[case][0] if case in CASES else 1)
+    run_ranks(command, CASES[case][0])
     return json.loads(out.read_text())
 
 
@@ -257,42 +256,6 @@ def row(case: str, found: dict[str, Any]) -> str:
     )
 
 
-CURVES: dict[str, tuple[bool, str]] = {
-    "fp32": (False, "train.precision=fp32"),
-    "bf16": (False, BF16),
-    "bf16, sharded on one rank": (True, BF16),
-}
-"""Whether weights are sharded though one rank holds all, and the precision."""
-
-
-def curve(name: str, out: Path) -> None:
-    """Train 300 steps of c_tiny, and write the losses."""
-    torch.set_num_threads(1)
-    is_sharded, precision = CURVES[name]
-    if is_sharded:
-        parallelize.is_whole = lambda *_: False
-    length = ("train.max_steps=300", "train.global_batch_size=8", "model.image_size=64", "log.every_steps=50")
-    run = out.with_suffix("")
-    assert launch([*COMMON, precision, *length, "optimizer.lr=3e-4", "model.weights=null", f"run.dir={run}"]) == 0
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    out.write_text(json.dumps({key: [row[key] for row in rows] for key in ("loss", "grad_norm")}))
-
-
-def curve_table(curves: dict[str, dict[str, list[float]]]) -> str:
-    """Return the mean losses of each 50 steps, and how far single ones are from those of fp32."""
-    lines = [
-        "| run | " + " | ".join(f"{i + 1} to {i + 50}" for i in range(0, 300, 50)) + " | off fp32, rms | at most |"
-    ]
-    lines.append("|---" * 9 + "|")
-    exact = curves["fp32"]["loss"]
-    for name, seen in curves.items():
-        means = [statistics.fmean(seen["loss"][i : i + 50]) for i in range(0, 300, 50)]
-        off = [abs(a / b - 1) for a, b in zip(seen["loss"], exact, strict=True)]
-        rms = statistics.fmean(each**2 for each in off) ** 0.5
-        lines.append(f"| {name} | " + " | ".join(f"{mean:.4f}" for mean in means) + f" | {rms:.1e} | {max(off):.1e} |")
-    return "\n".join(lines)
-
-
 HEAD = (
     "| case | tensors | bare, ms | loop, ms | step, ms | loop / bare | FSDP2 / bare | sent / bare |"
     " step / bare | first step, s | bare, s | save: loop waits, s | save: all, s |"
@@ -304,17 +267,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--curve", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("bench/results/step.json"))
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case is not None:
-        return be_rank(args.case, args.rounds, args.out) if args.case in CASES else curve(args.case, args.out)
-    cases = list(CURVES) if args.curve else [case for case in CASES if args.only in case]
+        return be_rank(args.case, args.rounds, args.out)
+    cases = [case for case in CASES if args.only in case]
     with tempfile.TemporaryDirectory() as directory:
         results = {case: run_case(case, args.rounds, Path(directory)) for case in cases}
-    lines = [HEAD, "|" + "---|" * 13] if not args.curve else [curve_table(results)]
-    lines += [] if args.curve else [row(case, found) for case, found in results.items()]
+    lines = [HEAD, "|" + "---|" * 13, *(row(case, found) for case, found in results.items())]
     print(json.dumps(facts()), "\n".join(lines), sep="\n\n")
     args.out.write_text(json.dumps({**facts(), "rounds": args.rounds, "cases": results}) + "\n")
     return None

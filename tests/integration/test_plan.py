@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.plan import PLANNED, arguments
-from bench.start import NEEDS
+from bench.memory import RECIPES
 from cascade_train import plan
 from cascade_train.__main__ import GC_THRESHOLD, launch
 from tests.integration.runs import SMALL, train
@@ -20,16 +19,31 @@ from tests.integration.runs import SMALL, train
 pytestmark = pytest.mark.slow
 
 MOST_OF_NEEDS = 3
-"""CPU time of a plan without its imports beside that of importing what a training needs, 6 s; `bench/plan.py` has both.
+"""CPU time of a plan without its imports beside that of importing what a training needs, 6 s.
 
 A plan of one recipe may take 20 s, imports and all; `sdxl_lora` takes most, a third of it peft's 560 adapters."""
+
+PLANNED = (*RECIPES, "sd_finetune", "sdxl_finetune", "sdxl_lora")
+NOT_IN_RECIPE = {"sd_finetune": ["data.num_examples_to_see=100000"]}
+"""What a recipe leaves to its user and a plan needs."""
+
+NEEDS = """
+import torch
+import torch.distributed.checkpoint
+from diffusers.models.unets.unet_stable_cascade import StableCascadeUNet
+from transformers import CLIPTextModelWithProjection
+
+weight = torch.nn.Parameter(torch.ones(1))
+weight.sum().backward()
+torch.optim.AdamW([weight]).step()
+"""
 
 OF_EACH_KIND = ("controlnet_c_3b_canny", "finetune_b_700m", "finetune_c_1b", "finetune_c_3b_lora")
 
 
 def planned(recipe: str, capsys: pytest.CaptureFixture[str], folder: Path) -> str:
     """Plan a recipe in an empty folder, check what is said and that nothing is left, and return it."""
-    assert launch(["plan", *arguments(recipe)]) == 0
+    assert launch(["plan", f"experiment={recipe}", *NOT_IN_RECIPE.get(recipe, [])]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{recipe}: ")
     assert "8 ranks" in text

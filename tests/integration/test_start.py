@@ -1,4 +1,4 @@
-"""What a training imports: the libraries that its task needs, and none beside. `bench/start.py` measures them."""
+"""What a training imports: the libraries that its task needs, and none beside."""
 
 import json
 import subprocess

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from bench.shapes_judge import accuracies
-from bench.tiny_cascade import decibels, shapes, table, unseen
+from bench.tiny_cascade import decibels, shapes, unseen
 
 OPTIONS: dict[str, Any] = {"samples": 1000, "seed": 0, "only": ["circle", "square", "red", "blue"], "names": None}
 OTHERS: dict[str, Any] = {"samples": 600, "seed": 3, "only": ["square", "red"]}
@@ -34,17 +33,6 @@ def test_no_scene_that_is_asked_for_was_trained_on(truth: Any) -> None:
     assert all(scene.position in caption for scene, caption in zip(truth.scenes, truth.captions, strict=True))
 
 
-def test_words_of_which_hardly_a_scene_is_left_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.tiny_cascade.LOOKED_AT", 500)
-    few = shapes(OPTIONS | {"only": ["circle", "small", "red", "center"]}, 96)
-    with pytest.raises(ValueError, match="only 0 of 500 scenes are none of those trained on"):
-        unseen([few], 3)
-
-
-def test_the_pictures_beside_the_scenes_show_them(truth: Any) -> None:
-    assert accuracies([picture / 255 for picture in truth.pictures], truth.scenes)["all"] == 1.0
-
-
 def test_decibels_are_those_of_the_pictures_and_of_the_bilinear_baseline(truth: Any) -> None:
     off_by_one = [np.where(picture < 128, picture + 1, picture - 1).astype(np.uint8) for picture in truth.pictures]
     images = torch.from_numpy(np.stack(truth.pictures)).permute(0, 3, 1, 2).double() / 255
@@ -53,13 +41,3 @@ def test_decibels_are_those_of_the_pictures_and_of_the_bilinear_baseline(truth: 
     found, bilinear = decibels(off_by_one, truth, 32)
     assert found == pytest.approx(48.13, abs=0.01)
     assert bilinear == pytest.approx(expected, abs=0.01)
-
-
-def test_the_table_shows_percent_below_the_targets() -> None:
-    found = dict.fromkeys(("colour", "shape", "size", "position", "background", "all"), 0.5) | {"shape": 0.8125}
-    assert list(table({"chain": found})) == [
-        "| | colour | shape | size | position | background | all |",
-        "|---|---|---|---|---|---|---|",
-        "| target | 95 | 95 | 95 | 95 | 95 |  |",
-        "| chain | 50.0 | 81.2 | 50.0 | 50.0 | 50.0 | 50.0 |",
-    ]

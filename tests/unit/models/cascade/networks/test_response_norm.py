@@ -6,9 +6,11 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -208,6 +210,40 @@ def test_the_kernels_launch_four_times_each_way(monkeypatch, p: float, dtype: to
     assert launches.names == ["_gradient_sums", "sum", "_slopes", "_apply_backward"]
 
 
+KINDS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int16: "*i16", torch.bool: "*i1"}
+
+
+@contextmanager
+def compiled_only(capability: int) -> Iterator[list[Any]]:
+    """Let launches compile their kernel for a device that is not there; yields what was compiled."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from cascade_train.models.cascade.networks import response_norm_triton as kernels
+
+    def kind(argument: Tensor | float) -> str:
+        if isinstance(argument, Tensor):
+            return KINDS[argument.dtype]
+        return "fp32" if isinstance(argument, float) else "constexpr" if argument == 1 else "i32"  # as triton does
+
+    compiled: list[Any] = []
+
+    def run(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float, **flags: int) -> None:
+        signature = dict(zip(kernel.arg_names, [*map(kind, arguments), *["constexpr"] * len(flags)], strict=True))
+        values = dict(zip(kernel.arg_names, arguments, strict=False)) | flags
+        constants = {name: value for name, value in values.items() if signature[name] == "constexpr"}
+        even = [i for i, argument in enumerate(arguments) if isinstance(argument, Tensor) or argument % 16 == 0]
+        attributes = {(place,): [["tt.divisibility", 16]] for place in even}  # as a launch marks them
+        source = ASTSource(kernel, signature, constants, attributes)
+        compiled.append(triton.compile(source, target=GPUTarget("cuda", capability, 32)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_run", run)
+        patch.setattr(module, "_kernels", lambda _: kernels)
+        yield compiled
+
+
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.filterwarnings("ignore")  # triton warns about its own defaults
 @pytest.mark.parametrize(
@@ -216,8 +252,6 @@ def test_the_kernels_launch_four_times_each_way(monkeypatch, p: float, dtype: to
 )
 def test_the_kernels_compile_for_a_gpu_that_is_not_there(monkeypatch, tmp_path, capability, p, shape) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from bench.triton_kernels import compiled_only
-
     with compiled_only(capability) as made:
         measured(response_norm, torch.bfloat16, p, shape)
     assert all(each.asm["cubin"] for each in made)
