@@ -1,10 +1,13 @@
 """An average that starts from given weights: exported as it began where nothing is added, and restored exactly."""
 
+import re
+
 import pytest
 import torch
 
 from bench.soak_ranks import SMALL_NETWORK
-from tests.integration.runs import exported_weights, read_metrics, torchrun, train
+from cascade_train.__main__ import launch
+from tests.integration.runs import SMALL, exported_weights, once, read_metrics, torchrun, train
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +37,29 @@ def test_a_resumed_run_keeps_the_average_it_had(given, tmp_path):
     assert read_metrics(part) == read_metrics(whole)
     expected = exported_weights(whole)
     assert all(torch.equal(value, expected[name]) for name, value in exported_weights(part).items())
+
+
+def test_a_short_run_exports_what_it_learnt_and_the_weights_themselves_where_asked(tmp_path, caplog):
+    options = (*FINETUNE, "optimizer.lr=1e-3", "ema.decay=0.9999")
+    trained = exported_weights(train(tmp_path / "plain", *FINETUNE, "optimizer.lr=1e-3"))
+    run = train(tmp_path / "run", *options)
+    assert "of the average" not in caplog.text
+    average = exported_weights(run)
+    constant = exported_weights(train(tmp_path / "constant", *options, "ema.ramp=false"))
+    assert re.search(r"ema.decay=0.9999: .*after 4 updates, 0.04% of .*weights=trained", caplog.text)
+    moved = {name: trained[name] - value for name, value in constant.items()}  # which holds hardly any of it
+    kept = sum(float((average[name] - constant[name]).norm() ** 2) for name in moved)
+    assert kept > 0.4 * sum(float(value.norm() ** 2) for value in moved.values())
+    assert launch(["export", f"from={run}", "weights=trained", f"out={tmp_path / 'plain' / 'copy' / 'export'}"]) == 0
+    assert all(torch.equal(trained[n], value) for n, value in exported_weights(tmp_path / "plain" / "copy").items())
+
+
+@pytest.mark.parametrize("never", ["ema.every_steps=5", "ema.start_step=5", "ema.start_step=3 ema.every_steps=5"])
+def test_an_average_without_an_update_is_refused(tmp_path, capfd, never):
+    overrides = once(*SMALL, *FINETUNE, "ema.decay=0.9", *never.split(), f"run.dir={tmp_path / 'run'}")
+    assert launch(overrides) == 2
+    assert "would get no update in a run of 4 steps" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.distributed

@@ -195,7 +195,7 @@ def test_a_changed_schedule_length_and_cadence_are_applied_and_recorded(stopped,
 
 
 def test_a_changed_decay_of_the_average_changes_the_average_alone(stopped, tmp_path):
-    run = train(cut_back(stopped, tmp_path / "run", 2), *FINETUNE, "ema.decay=0.5")
+    run = train(cut_back(stopped, tmp_path / "run", 2), *FINETUNE, "ema.decay=0.2")
     assert read_metrics(run) == read_metrics(stopped)
     average, other = exported_weights(stopped), exported_weights(run)
     assert sum(not torch.equal(value, other[name]) for name, value in average.items()) > len(average) / 2

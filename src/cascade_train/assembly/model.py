@@ -171,7 +171,7 @@ def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
         post_hoc = PowerFunctionAverages(parameters, lengths=list(cfg.ema.post_hoc), device=device)
     if cfg.ema.decay is not None and phase.averaged:
         options = {key: cfg.ema[key] for key in ("decay", "start_step", "every_steps")}
-        ema = Ema(parameters, **options, device=device)
+        ema = Ema(parameters, **options, device=device, ramp=cfg.ema.ramp and cfg.ema.weights is None)
         if cfg.ema.weights is not None:
             from_every_rank(partial(ema.start_from, parts.task.initial_average(cfg.ema.weights)))
     return BoundPhase(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import shutil
-from collections.abc import Container
-from contextlib import ExitStack
+from collections.abc import Container, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -51,7 +51,7 @@ from cascade_train.engine.run.directory import RunDirectory, claimed
 from cascade_train.engine.run.on_end import run_end_hook
 from cascade_train.engine.run.report import write_report
 from cascade_train.engine.tracking import build_tracker
-from cascade_train.errors import RankLostError, RunError
+from cascade_train.errors import ConfigError, RankLostError, RunError
 from cascade_train.files.run_folder import EXPORT, exported_step
 from cascade_train.models.formats.weights_source import refuse_missing, weights_found_once
 from cascade_train.redaction import redacted
@@ -123,6 +123,7 @@ def train_in(
             trainer.restore(run.resume_from)
         elif not run.created:
             trainer.tracker.rewind(0)
+        average_doubts = check_averages(phases, trainer.step, trainer.max_steps)
         run.cut_metrics(trainer.step)
         run.record_stop(None)
         from_rank_zero(data.record)
@@ -130,7 +131,8 @@ def train_in(
         run.record_start({"facts": facts, "data": cast(Feed, trainer.feed).report(), "overrides": overrides()})
     log.info("%s", "\n".join(f"  {name:<10} {text}" for name, text in facts.items()))
     estimates = any(isinstance(phase.optimizer, Estimating) for phase in phases)
-    for text in doubts(cfg, trainer.max_steps, estimates=estimates) if world.is_main else ():
+    texts = [*doubts(cfg, trainer.max_steps, estimates=estimates), *average_doubts]
+    for text in texts if world.is_main else ():
         log.warning("%s", text)
     signals.wait_for_votes()
     with run_end_hook(cfg.run.on_end, trainer, run.path), ExitStack() as stack:
@@ -296,6 +298,30 @@ def doubts(cfg: DictConfig, max_steps: int, *, estimates: bool) -> list[str]:
     return found
 
 
+def check_averages(phases: Sequence[BoundPhase], step: int, max_steps: int) -> list[str]:
+    """Warnings on averages of which the weights before the training will be a tenth or more at the last step.
+
+    Raises:
+        ConfigError: an average that would get no update, and be exported as it began.
+    """
+    averages = {p.ema: p.phase.start_step for p in phases if p.ema is not None and p.phase.start_step <= max_steps}
+    found = []
+    for ema, first in averages.items():
+        updates = ema.updates_until(max_steps, after=step, first=first)
+        if updates == 0:
+            raise ConfigError(
+                f"ema.start_step={ema.start_step}, ema.every_steps={ema.every_steps}: the average would get no update "
+                f"in a run of {max_steps} steps. Lower both, so that one falls before the end, or set ema.decay=null."
+            )
+        if (share := ema.trained_share(updates)) < 0.9:
+            found.append(
+                f"ema.decay={ema.decay}: at the last step, after {updates} updates, {share:.2%} of the average comes "
+                "from this training, the rest from the weights that it began with. The average is what is sampled and "
+                "exported. Set ema.ramp=true or a smaller ema.decay; export weights=trained leaves it out."
+            )
+    return found
+
+
 def _mode(cfg: DictConfig, world: World, trainer: Trainer) -> str:
     mode: str = cfg.parallel.mode.value
     if mode == "auto" and world.ranks == 1:
@@ -320,14 +346,22 @@ def _trains(parts: Parts, trainer: Trainer) -> str:
 
 
 def write_exports(
-    cfg: DictConfig, task: Task, phases: list[BoundPhase], directory: Path, *, run: Path, step: int
+    cfg: DictConfig,
+    task: Task,
+    phases: list[BoundPhase],
+    directory: Path,
+    *,
+    run: Path,
+    step: int,
+    average: bool = True,
 ) -> None:
-    """Write what the task leaves behind, the average where there is one, each read back and compared. Collective.
+    """Write what the task leaves behind, each read back and compared. Collective.
 
-    A model card goes beside it, with the samples and metrics of a run up to a step.
+    `average`: the averages of `ema`, where there are any, not the weights that train. A model card goes beside it, with
+    the samples and metrics of a run up to a step.
     """
     exports = task.exports()
-    with averaged(phases):
+    with averaged(phases) if average else nullcontext():
         for name, export in exports.items():
             state = whole_state(export.module, frozen=export.whole)
             error = from_rank_zero(partial(export.write, state, directory / name))

@@ -17,7 +17,9 @@ from cascade_train.errors import ConfigError
 from cascade_train.files.hub import HubSource, parse_source
 from cascade_train.files.run_folder import is_run, no_checkpoint_yet
 from cascade_train.models.formats.weights_source import COMBINED, LORA_FILES, NETWORK_FILES, SINGLE_FILE
-from cascade_train.options import check_length
+from cascade_train.options import check_choice, check_length
+
+OF_CHECKPOINT = ("step", "weights", "average")
 
 
 @dataclass(kw_only=True)
@@ -37,6 +39,9 @@ class ExportArgs(WeightsArgs):
     """For format=combined, Stage A instead of that under Stage B: a run, its export, or weights."""
     step: int | None = None
     """Checkpoint of the run to export; null = the newest whole one."""
+    weights: str | None = None
+    """Of a run with ema.decay: trained = the weights themselves, average = their average; null = the average, if there
+    is one."""
     average: float | None = None
     """Length of an average of the weights up to there, built from what ema.post_hoc keeps: a standard deviation of the
     steps averaged, relative to all steps, e.g. 0.12; null = that of ema.decay, else the weights."""
@@ -65,16 +70,24 @@ class ExportArgs(WeightsArgs):
         self._check_combined()
         if self.average is not None:
             check_length("average", self.average)
+        if self.weights is not None:
+            check_choice("weights", self.weights, ("trained", "average"))
+        if self.weights is not None and self.average is not None:
+            raise ConfigError(f"weights={self.weights}, average={self.average}: name one of the two.")
 
     def _check_combined(self) -> None:
         if COMBINED not in self.formats():
             for key in ("decoder", "codec"):
                 if getattr(self, key) is not None:
                     raise ConfigError(f"{key}={getattr(self, key)} is for format=combined; leave it out.")
-        elif self.decoder is None or self.formats() != [COMBINED] or (self.step, self.average) != (None, None):
+        elif (
+            self.decoder is None
+            or self.formats() != [COMBINED]
+            or any(getattr(self, k) is not None for k in OF_CHECKPOINT)
+        ):
             raise ConfigError(
                 "format=combined is written alone, of what a run exported, and needs a Stage B: from=<Stage C> "
-                "decoder=<Stage B> format=combined, without step and average. Export a step first."
+                "decoder=<Stage B> format=combined, without step, weights and average. Export a step first."
             )
 
     def formats(self) -> list[str]:
@@ -87,7 +100,7 @@ def _is_run_to_export(args: ExportArgs, source: Path) -> bool:
     of_run = (source / CONFIG_NAME).is_file() and (source / "checkpoints").is_dir()
     if is_run(source) and (reason := no_checkpoint_yet(source)):
         raise ConfigError(f"from={source}: {reason}")
-    for key in ("step", "average"):
+    for key in OF_CHECKPOINT:
         if getattr(args, key) is not None and not of_run:
             raise ConfigError(f"{key}={getattr(args, key)}: is for a run with checkpoints; from={source} is none.")
     if not (args.formats() or of_run):
@@ -116,7 +129,8 @@ def export(args: ExportArgs) -> int:
     elif of_run:
         if formats:
             exports.check_run(source, formats, model=args.model, dtype=args.dtype, allow_any_target=trusted)
-        exports.export_run(source, out, step=args.step, average=args.average, allow_any_target=trusted)
+        of_checkpoint = {key: getattr(args, key) for key in OF_CHECKPOINT}
+        exports.export_run(source, out, **of_checkpoint, allow_any_target=trusted)
     if SINGLE_FILE in formats:
         written += exports.export_single_file(read, out, dtype=args.dtype)
     if others := [name for name in formats if name not in (SINGLE_FILE, COMBINED)]:

@@ -112,6 +112,9 @@ class EmaConfig:
     """Optimizer steps between updates."""
     device: EmaDevice | None
     """cpu = in host memory; null = beside the weights."""
+    ramp: bool
+    """Begin with a short average, so that a short run keeps little of its first weights: update n, counted from 0, has
+    a decay of at most (1 + n) / (10 + n); without effect beside ema.weights. false = ema.decay from the first on."""
     weights: str | None = None
     """What the average starts from, in any format of model.weights; null = the weights that train."""
     post_hoc: list[float] | None = None

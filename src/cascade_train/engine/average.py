@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -91,9 +92,13 @@ class RunningAverages(ABC):
 
 
 class Ema(RunningAverages):
-    """A running average with a constant decay; before `start_step` it is a plain copy.
+    """A running average; before `start_step` it is a plain copy.
 
-    As Stable Cascade, train/base.py, which counts micro-batches instead.
+    As Stable Cascade, train/base.py, which counts micro-batches instead. With `ramp`, update n, counted from 0, has a
+    decay of at most (1 + n) / (10 + n), as in diffusers' `EMAModel`, so that a short run forgets its first weights.
+
+    Attributes:
+        updates: how many there were so far, copies not counted.
     """
 
     def __init__(
@@ -104,15 +109,34 @@ class Ema(RunningAverages):
         start_step: int,
         every_steps: int,
         device: torch.device | None,
+        ramp: bool = False,
     ) -> None:
         super().__init__(parameters, count=1, every_steps=every_steps, device=device)
         self.decay = decay
         self.start_step = start_step
+        self.ramp = ramp
+        self.updates = 0
         (self._average,) = self._averages
 
     def shares(self, step: int) -> Sequence[float]:
-        """Return the share of the weights after optimizer step `step`."""
-        return [1.0 if step < self.start_step else 1.0 - self.decay]
+        """Share of the weights after optimizer step `step`; counts the update."""
+        if step < self.start_step:
+            return [1.0]
+        self.updates += 1
+        return [1.0 - self.decay_at(self.updates - 1)]
+
+    def decay_at(self, update: int) -> float:
+        """Weight of the old average in an update, counted from 0."""
+        return min(self.decay, (1 + update) / (10 + update)) if self.ramp else self.decay
+
+    def updates_until(self, last: int, *, after: int = 0, first: int = 1) -> int:
+        """Updates in all after optimizer step `last`, if `after` steps are taken and weights train from `first` on."""
+        begin = max(self.start_step, first, after + 1)
+        return self.updates + max(last // self.every_steps - (begin - 1) // self.every_steps, 0)
+
+    def trained_share(self, updates: int) -> float:
+        """Share that weights after the start of the average have in it after so many updates."""
+        return 1.0 - math.prod(self.decay_at(update) for update in range(updates))
 
     def start_from(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Start from given names and whole, unsharded values instead; those that are not averaged are ignored."""

@@ -169,6 +169,8 @@ class BoundPhase:
         if optimizer and averages:
             state["optimizer"]["weights"] = {name: weights[name] for name in averages}
         state["weights"] = {**weights, **averages}
+        if self.ema is not None:
+            state["ema_updates"] = self.ema.updates
         kept = {"ema": self.ema, "post_hoc": self.post_hoc}
         return state | {name: each.state_dict() for name, each in kept.items() if each is not None}
 
@@ -183,6 +185,7 @@ class BoundPhase:
             self._load_optimizer(state["optimizer"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
+            self.ema.updates = state["ema_updates"]
         if self.post_hoc is not None:
             self.post_hoc.load_state_dict(state["post_hoc"])
 

@@ -25,6 +25,7 @@ from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.engine.checkpoint.folder import find_fault
 from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.optimizer import Averaging
 from cascade_train.engine.phase import BoundPhase, restore_training_state
 from cascade_train.engine.power_function import solve
 from cascade_train.errors import ConfigError, RunError
@@ -69,21 +70,32 @@ def check_replaceable(out: Path, formats: Sequence[str], *, of_run: bool) -> Non
         raise ConfigError(f"out={out} has {lost[0]}, which would be replaced. Give another folder.")
 
 
-def export_run(run: Path, out: Path, *, step: int | None, average: float | None, allow_any_target: bool) -> None:
+def export_run(
+    run: Path, out: Path, *, step: int | None, weights: str | None, average: float | None, allow_any_target: bool
+) -> None:
     """Write a run's export from a checkpoint as `export_checkpoint`, and print which it was."""
     cfg = load_saved_config(run, allow_any_target=allow_any_target)
     with process_group() as world:
-        checkpoint = export_checkpoint(cfg, run / "checkpoints", world, step=step, average=average, out=out)
+        options = {"step": step, "weights": weights, "average": average}
+        checkpoint = export_checkpoint(cfg, run / "checkpoints", world, **options, out=out)
     sys.stdout.write(f"{checkpoint.name} of {run} is exported to {out}\n")
 
 
 def export_checkpoint(
-    cfg: DictConfig, checkpoints: Path, world: World, *, step: int | None, average: float | None = None, out: Path
+    cfg: DictConfig,
+    checkpoints: Path,
+    world: World,
+    *,
+    step: int | None,
+    weights: str | None = None,
+    average: float | None = None,
+    out: Path,
 ) -> Path:
     """Load a checkpoint of a run, write the run's export from it, and return the checkpoint. Collective.
 
-    `average` is the length of an average of the weights up to there that is exported; None = the average of `ema`, else
-    the weights. An export in the run's own folder says of which step it is, one of another average nothing.
+    `weights` is "trained" or "average", the one of `ema`; None = the average where there is one. `average` is the
+    length of another one. An export in the run's own folder says of which step it is, unless it is of other weights
+    than the run's own.
 
     Raises:
         ConfigError: no such checkpoint, one of another model, or no such average in those that are there.
@@ -94,8 +106,17 @@ def export_checkpoint(
             f"average={average}: the checkpoints of {checkpoints.parent} keep no averages to build it from. Train with "
             "ema.post_hoc=[0.05,0.1] checkpoint.keep_every_steps=<steps>, or leave average=null."
         )
+    has_average = cfg.ema.decay is not None
+    if weights == "average" and not has_average:
+        raise ConfigError(f"weights=average: {checkpoints.parent} has none, since ema.decay=null. Leave weights=null.")
     parts = build_parts(cfg)
     phases = build_phases(cfg, parts, world)
+    if weights == "trained" and any(isinstance(phase.optimizer, Averaging) for phase in phases):
+        raise ConfigError(
+            f"weights=trained: the optimizer of {checkpoints.parent} averages the weights itself, and its average is "
+            "the result of the training. Leave weights=null."
+        )
+    is_other = average is not None or (weights == "trained" and has_average)
     store = CheckpointStore(checkpoints)
 
     def verified() -> Path:
@@ -111,10 +132,10 @@ def export_checkpoint(
     else:
         restore_average(list(cfg.ema.post_hoc), store, phases, parts.task, step=at, length=average)
     note = checkpoints.parent / EXPORT / EXPORTED if out.resolve() == (checkpoints.parent / EXPORT).resolve() else None
-    if note is not None and (average is not None or exported_step(checkpoints.parent) != at):
+    if note is not None and (is_other or exported_step(checkpoints.parent) != at):
         from_rank_zero(lambda: note.unlink(missing_ok=True))  # what lies there is of another step from now on
-    write_exports(cfg, parts.task, phases, out, run=checkpoints.parent, step=at)
-    if note is not None and average is None:
+    write_exports(cfg, parts.task, phases, out, run=checkpoints.parent, step=at, average=weights != "trained")
+    if note is not None and not is_other:
         from_rank_zero(lambda: write_durably(note, json.dumps({"step": at}) + "\n"))
     return path
 

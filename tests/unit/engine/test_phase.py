@@ -40,6 +40,17 @@ def test_average_follows_its_formula(world):
     torch.testing.assert_close(local(ema.state_dict()["weight"]), expected, rtol=1e-6, atol=1e-6)
 
 
+def test_a_ramp_shortens_the_first_updates(world):
+    network, ema = build(world, decay=0.3, ramp=True, start_step=2, every_steps=2)
+    for step, decay in ((2, 1 / 10), (3, 1.0), (4, 2 / 11), (6, 3 / 12), (8, 0.3)):
+        before = local(ema.state_dict()["weight"]).clone()
+        add_one(network)
+        ema.update(step)
+        expected = decay * before + (1 - decay) * weight(network)
+        torch.testing.assert_close(local(ema.state_dict()["weight"]), expected, rtol=1e-6, atol=1e-6)
+    assert ema.updates == ema.updates_until(9, after=8) == build(world, start_step=2, every_steps=2)[1].updates_until(9)
+
+
 def test_average_is_a_copy_before_its_start_and_moves_only_at_its_cadence(world):
     network, ema = build(world, start_step=4, every_steps=2)
     add_one(network)

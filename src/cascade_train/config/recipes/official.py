@@ -32,7 +32,7 @@ def finish_official(recipe: Recipe, laid: Given) -> None:
         _captions(recipe, given)
     if given.get("ema_beta"):
         start = int(given.get("ema_start_iters") or 0) // whole(given, "grad_accum_steps") + 1
-        recipe.put("ema_start_iters", {"ema.start_step": start})
+        recipe.put("ema_start_iters", {"ema.start_step": start, "ema.ramp": False})
     _control(recipe, given)
     _urls(recipe, given.get("webdataset_path") or [])
     steps = {"sample.steps": 10, "sample.guidance_scale": 1.5} if is_stage_b else {"sample.guidance_scale": 5.0}

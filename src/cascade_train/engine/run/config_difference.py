@@ -19,6 +19,7 @@ _FREE_NODES = (
 _FREE_KEYS = (
     "train.max_steps", "train.max_epochs", "train.micro_batch_size", "compile", "compile_fallback",
     "activation_checkpointing", "attention", "train.max_grad_norm", "ema.start_step", "ema.every_steps", "ema.device",
+    "ema.ramp",
 )  # fmt: skip
 
 _FREE_NUMBERS = ("ema.decay",)
