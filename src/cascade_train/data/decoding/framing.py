@@ -106,7 +106,7 @@ def gray_mask(
     if isinstance(mask, np.ndarray):
         gray, mask_size = mask, mask.shape[:2]
     else:
-        decoded = decode(mask, target, max_pixels=max_pixels, background="black")
+        decoded = decode(mask, target, max_pixels=max_pixels, is_mask=True)
         gray, mask_size = np.asarray(_gray(decoded.pixels)), decoded.size
     if mask_size != size:
         raise UnreadableSampleError(

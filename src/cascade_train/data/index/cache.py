@@ -12,12 +12,13 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from cascade_train.data.decoding.decode import upright_size
+from cascade_train.data.decoding.decode import END_BYTES, upright_size
 from cascade_train.data.index.rows import ABSENT, BEGINNING_BYTES, checksum
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.errors import ConfigError
@@ -81,20 +82,28 @@ def write_cache(cached: Path, parts: Mapping[str, np.ndarray], *, required: bool
 
 def picture_facts(path: Path) -> tuple[int, int, int]:
     """Return the `header_facts` of a picture in a file."""
+    size = path.stat().st_size
     with path.open("rb") as file:
-        return header_facts(file.read, path.stat().st_size)
+
+        def read(start: int, count: int) -> bytes:
+            file.seek(start)
+            return file.read(count)
+
+        return header_facts(read, size)
 
 
-def header_facts(read: Callable[[int], bytes], size: int) -> tuple[int, int, int]:
-    """Return width, height and checksum of the picture whose next bytes `read` returns; 0 x 0 without a header.
+def header_facts(read: Callable[[int, int], bytes], size: int) -> tuple[int, int, int]:
+    """Width, height and checksum of a picture, 0 x 0 without a header.
 
-    Large metadata may come before the size, and webp needs the whole file.
+    `read` returns up to as many bytes from a position on, and is called with ever later ones. Large metadata may come
+    before the size, webp needs the whole file, and the orientation of a PNG may stand in its end.
     """
     content = b""
     for limit in (BEGINNING_BYTES, _LONGEST_HEADER_BYTES):
-        content += read(limit - len(content))
+        content += read(len(content), limit - len(content))
+        read_end = partial(read, max(limit, size - END_BYTES), END_BYTES) if limit < size else None
         with contextlib.suppress(UnreadableSampleError):
-            return *upright_size(content), checksum(content, size)
+            return *upright_size(content, read_end), checksum(content, size)
     return 0, 0, checksum(content, size)
 
 

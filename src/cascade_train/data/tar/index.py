@@ -180,7 +180,7 @@ def _member_facts(parts: Collection[str], member: Member) -> tuple[int, int, int
     """Return width and height of a picture, else zeros; start and size in bytes; the checksum of what makes samples."""
     width = height = crc = 0
     if member.extension in IMAGE_EXTENSIONS:
-        width, height, crc = header_facts(member.read, member.size)
+        width, height, crc = header_facts(member.read_at, member.size)
     elif member.extension in parts:
         crc = checksum(member.read(BEGINNING_BYTES), member.size)
     return width, height, member.start, member.size, crc

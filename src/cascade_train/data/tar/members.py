@@ -75,8 +75,12 @@ class Member(NamedTuple):
 
     def read(self, size: int) -> bytes:
         """Return up to as many of its next bytes, until the next member is asked for."""
-        self.file.seek(max(self.start, self.file.position))
-        return self.file.payload(min(size, self.start + self.size - self.file.position))
+        return self.read_at(max(0, self.file.position - self.start), size)
+
+    def read_at(self, start: int, size: int) -> bytes:
+        """Up to as many of its bytes from a position on, no earlier than what was read last."""
+        self.file.seek(self.start + start)
+        return self.file.payload(min(size, self.size - start))
 
 
 @dataclass(kw_only=True)

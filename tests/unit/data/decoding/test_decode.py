@@ -9,14 +9,16 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms, ImageOps
 
 from cascade_train.data.decoding import decode as decoding
 from cascade_train.data.decoding.decode import decode, to_rgb, upright_size
+from cascade_train.data.index.cache import picture_facts
 from cascade_train.data.sample import UnreadableSampleError
 
 WHOLE = (10**6, 10**6)
@@ -74,6 +76,158 @@ def test_orientation_is_applied_and_the_size_agrees(orientation: int, kind: str)
     assert pixels.shape == (16, 32, 3)
     assert pixels[2:6, 2:6].min() > 200
     assert pixels[10:, 12:].max() < 40
+
+
+def chunk(name: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+
+def raw_profile(exif: bytes) -> bytes:
+    """EXIF as ImageMagick writes it into a text of a PNG."""
+    return b"\nexif\n%8d\n%s\n" % (len(exif), exif.hex().encode())
+
+
+EXIF = b"Exif\0\0" + struct.pack(">2sHIHHHIII", b"MM", 42, 8, 1, 0x112, 3, 1, 6 << 16, 0)
+XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+ORIENTED = {
+    "eXIf": chunk(b"eXIf", EXIF[6:]),
+    "text": chunk(b"tEXt", b"Raw profile type exif\0" + raw_profile(EXIF)),
+    "compressed text": chunk(b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(raw_profile(EXIF))),
+    "XMP": chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + XMP),
+}
+
+
+@pytest.mark.parametrize("side", [40, 200])
+@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("kind", ORIENTED)
+def test_a_png_is_turned_as_pillow_turns_it_wherever_its_orientation_stands(
+    kind: str, place: str, side: int, tmp_path: Path
+) -> None:
+    """A file of more than the 64 KiB of its beginning too, and its index says the same size."""
+    noise = np.random.default_rng(0).integers(0, 256, (side, 2 * side, 3), dtype=np.uint8)
+    encoded = encode(Image.fromarray(noise), "png")
+    cut = 33 if place == "before" else len(encoded) - 12
+    encoded = encoded[:cut] + ORIENTED[kind] + chunk(b"tIME", bytes(7)) + encoded[cut:]
+    (path := tmp_path / "a.png").write_bytes(encoded)
+    turned = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded)))
+    assert turned.size == (side, 2 * side)
+    decoded = decode(encoded, WHOLE, max_pixels=None)
+    assert (decoded.size, decoded.rotated) == ((2 * side, side), True)
+    np.testing.assert_array_equal(decoded.pixels, np.asarray(turned))
+    assert upright_size(encoded) == picture_facts(path)[:2] == (side, 2 * side)
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "webp", "tiff"])
+def test_an_orientation_in_xmp_counts_where_there_is_no_exif(kind: str) -> None:
+    options = {"tiffinfo": {700: XMP}} if kind == "tiff" else {"xmp": XMP}
+    encoded = encode(halves(), kind, **options)
+    assert ImageOps.exif_transpose(Image.open(io.BytesIO(encoded))).size == (20, 40)
+    assert decode(encoded, WHOLE, max_pixels=None).size == (40, 20)
+    assert upright_size(encoded) == (20, 40)
+
+
+def test_a_damaged_text_of_a_png_turns_nothing() -> None:
+    encoded = encode(halves(), "png")
+    encoded = encoded[:33] + chunk(b"tEXt", b"Raw profile type exif\0\nexif\n8\nno hex") + encoded[33:]
+    assert decode(encoded, WHOLE, max_pixels=None).size == (20, 40)
+    assert upright_size(encoded) == (40, 20)
+
+
+def s15(*values: float) -> bytes:
+    return struct.pack(f">{len(values)}i", *(round(value * 65536) for value in values))
+
+
+def profile(space: bytes, kind: bytes = b"mntr", pcs: bytes = b"XYZ ", **tags: bytes) -> bytes:
+    """An ICC profile of version 2 with these tags."""
+    white = {"wtpt": b"XYZ \0\0\0\0" + s15(0.9642, 1.0, 0.8249)}
+    text = {"desc": b"desc\0\0\0\0\0\0\0\x02a" + bytes(90), "cprt": b"text\0\0\0\0a\0"}
+    table, body = b"", b""
+    contents = {name: content + bytes(-len(content) % 4) for name, content in {**text, **white, **tags}.items()}
+    for name, content in contents.items():
+        table += name.encode() + struct.pack(">II", 132 + 12 * len(contents) + len(body), len(content))
+        body += content
+    header = struct.pack(">II4s4s4s4s12s4s", 0, 0x02100000, b"", kind, space, pcs, bytes(12), b"acsp")
+    header = header.ljust(68, b"\0")[:68] + s15(0.9642, 1.0, 0.8249)
+    whole = header.ljust(128, b"\0") + struct.pack(">I", len(contents)) + table + body
+    return struct.pack(">I", len(whole)) + whole[4:]
+
+
+def curve(gamma: float) -> bytes:
+    return b"curv\0\0\0\0\0\0\0\x01" + struct.pack(">H", round(gamma * 256))
+
+
+def coloured(red: tuple[float, ...], green: tuple[float, ...], blue: tuple[float, ...], gamma: float) -> bytes:
+    primaries = {"rXYZ": red, "gXYZ": green, "bXYZ": blue}
+    tags = {name: b"XYZ \0\0\0\0" + s15(*values) for name, values in primaries.items()}
+    return profile(b"RGB ", **tags, **dict.fromkeys(("rTRC", "gTRC", "bTRC"), curve(gamma)))
+
+
+def of_ink() -> bytes:
+    """CMYK of a table with two points an ink: white is paper, anything else black."""
+    steps = bytes(range(256))
+    lab = bytes([255, 128, 128]) + bytes([0, 128, 128]) * 15
+    matrix = s15(1, 0, 0, 0, 1, 0, 0, 0, 1)
+    table = b"mft1\0\0\0\0" + bytes([4, 3, 2, 0]) + matrix + steps * 4 + lab + steps * 3
+    return profile(b"CMYK", b"prtr", b"Lab ", A2B0=table, B2A0=table)
+
+
+ADOBE_RGB = coloured((0.60974, 0.31111, 0.01947), (0.20528, 0.62567, 0.06087), (0.14919, 0.06322, 0.74457), 2.2)
+SRGB_COLOURS = (0.43607, 0.22249, 0.01392), (0.38515, 0.71687, 0.09708), (0.14307, 0.06061, 0.7141)
+LINEAR, GRAY = coloured(*SRGB_COLOURS, 1.0), profile(b"GRAY", kTRC=curve(1.0))
+SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+GREEN = Image.new("RGB", (40, 20), (112, 199, 75))  # (0, 200, 60) as Adobe RGB has it
+MANY = Image.new("RGB", (600, 600), (112, 199, 75))
+
+
+@pytest.mark.parametrize(
+    ("image", "kind", "icc", "rgb"),
+    [
+        (GREEN, "png", ADOBE_RGB, (0, 200, 60)),
+        (GREEN, "jpeg", ADOBE_RGB, (0, 200, 60)),
+        (MANY, "jpeg", ADOBE_RGB, (0, 200, 60)),
+        (GREEN, "webp", ADOBE_RGB, (0, 200, 60)),
+        (GREEN, "tiff", ADOBE_RGB, (0, 200, 60)),
+        (GREEN.quantize(4), "png", ADOBE_RGB, (0, 200, 60)),
+        (Image.new("RGBA", (8, 8), (112, 199, 75, 255)), "png", ADOBE_RGB, (0, 200, 60)),
+        (Image.new("RGBA", (8, 8), (112, 199, 75, 0)), "png", ADOBE_RGB, (255, 255, 255)),
+        (Image.new("RGB", (8, 8), (55, 55, 55)), "png", LINEAR, (128, 128, 128)),
+        (Image.new("L", (8, 8), 55), "png", GRAY, (128, 128, 128)),
+        (Image.new("L", (8, 8), 55), "jpeg", GRAY, (128, 128, 128)),
+        (Image.new("LA", (8, 8), (55, 255)), "png", GRAY, (128, 128, 128)),
+        (Image.fromarray(np.full((8, 8), 55 * 257, dtype=np.uint16)), "png", GRAY, (128, 128, 128)),
+        (Image.new("L", (8, 8), 55), "png", LINEAR, (128, 128, 128)),
+        (Image.new("CMYK", (8, 8), (0, 0, 0, 0)), "jpeg", of_ink(), (255, 255, 255)),
+        (Image.new("CMYK", (8, 8), (0, 255, 0, 0)), "jpeg", of_ink(), (0, 0, 0)),
+    ],
+)
+def test_a_colour_profile_is_converted_to_srgb(image: Image.Image, kind: str, icc: bytes, rgb: tuple[int, ...]) -> None:
+    decoded = decode(
+        encode(image, kind, icc_profile=icc, **({"quality": 95} if kind != "png" else {})), (8, 8), max_pixels=None
+    )
+    assert decoded.converted
+    assert np.abs(decoded.pixels.astype(int) - np.array(rgb)).max() <= (
+        4 if kind in ("png", "tiff") else 12
+    )  # near black
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg"])
+@pytest.mark.parametrize("icc", [SRGB, coloured(*SRGB_COLOURS, 1.0)[:200], b"no profile", GRAY, of_ink()])
+def test_srgb_and_profiles_that_do_not_fit_leave_every_pixel(icc: bytes, kind: str) -> None:
+    decoded = decode(encode(photo(64, 48), kind, icc_profile=icc), WHOLE, max_pixels=None)
+    assert not decoded.converted
+    np.testing.assert_array_equal(decoded.pixels, pixels_of(encode(photo(64, 48), kind)))
+
+
+def test_the_values_of_a_mask_are_no_colours() -> None:
+    mask = encode(Image.new("L", (8, 8), 55), "png", icc_profile=GRAY)
+    assert decode(mask, WHOLE, max_pixels=None, is_mask=True).pixels.max() == 55
+
+
+def test_lab_is_converted_by_pillow() -> None:
+    lab = ImageCms.profileToProfile(
+        GREEN, ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), outputMode="LAB"
+    )
+    assert np.abs(pixels_of(encode(lab, "tiff")).astype(int) - (112, 199, 75)).max() <= 2
 
 
 def test_an_unknown_orientation_is_none() -> None:
