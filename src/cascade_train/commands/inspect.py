@@ -17,7 +17,7 @@ from cascade_train.commands.parts.command_line import Command
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.options import check_choice, limit
 
-FAULTS = ("unreadable", "duplicates", "near", "empty", "long")
+FAULTS = ("unreadable", "duplicates", "empty", "long")
 """What may be listed for data.quarantine."""
 DEFAULTS = {"model": "c_3b", "task": "finetune"}
 """What is composed where nothing is chosen; only sizes and the tokenizer follow from it."""
@@ -36,8 +36,7 @@ class InspectArgs:
     quarantine: str | None = None
     """List to write of the samples that a training should leave out, by data.quarantine; null = none."""
     faults: list[str] = field(default_factory=lambda: ["unreadable", "duplicates"])
-    """What is listed there: unreadable, duplicates (all but the first), near (all but the largest of those that look
-    alike), empty and long (captions)."""
+    """What is listed there: unreadable, duplicates (all but the first), empty and long (captions)."""
     captions: str | None = None
     """File to write with each caption that was read, its sample, and the file, key or template that it came from."""
 

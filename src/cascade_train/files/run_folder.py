@@ -21,7 +21,7 @@ _OUTPUTS = {"metrics.jsonl", "multirun.yaml", EXPORTED, "model_index.json", "ada
 _SYSTEMS = {"@eaDir", "#recycle", "@Recycle", "$RECYCLE.BIN", "__MACOSX"}
 """Folders of thumbnails and deleted files that systems leave among pictures."""
 _SAMPLE = re.compile(r"\d{2,}_\w+\.png")
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("cascade_train.data")  # whose lines `inspect` shows
 
 
 def exported_step(run: Path) -> int | None:

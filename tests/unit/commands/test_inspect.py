@@ -19,6 +19,7 @@ from cascade_train.data.survey.look import survey
 from cascade_train.data.survey.report import histogram
 from cascade_train.models.text_encoder import token_counter
 from tests.unit.data import tars
+from tests.unit.data.decoding.test_decode import ADOBE_RGB
 from tests.unit.data.test_folder import folder, write
 from tests.unit.data.test_mixture import mixture_of
 
@@ -48,7 +49,7 @@ def sick_folder(root: Path) -> Path:
         write(root / f"{name}.txt", caption)
     exif = Image.Exif()
     exif[0x0112] = 6
-    Image.new("RGB", (60, 20)).save(root / "turned.jpg", exif=exif)
+    Image.new("RGB", (60, 20)).save(root / "turned.jpg", exif=exif, icc_profile=ADOBE_RGB)
     write(root / "turned.txt", "a picture that is turned")
     write(root / "lonely.png", tars.picture(tint=130))
     return root
@@ -87,16 +88,17 @@ def test_every_fault_is_found(seen: tuple[Page, Path]) -> None:
     for finding in (
         "2 cannot be read",
         "1 have no readable header",
-        "1 contents come more than once",
+        "1 pictures have the content of another one",
         "1 captions are empty",
         "1 captions have more than 24 tokens, by the packaged tokenizer",
-        "1 pictures are turned by their EXIF tag",
+        "1 pictures are turned by their orientation tag",
+        "1 pictures have another colour profile",
         "left out 1 pictures without a caption: lonely.png",
         "12 samples in an epoch, 12 different pictures",
     ):
         assert finding in text, finding
-    assert "sick:good_3.png = sick:sub/copy.png" in text
-    assert re.search(r"sick:long.png \(9\d\)", text)
+    assert "sick:sub/copy.png (the same as sick:good_3.png)" in text
+    assert re.search(r"sick:long.png \(its caption has 9\d tokens\)", text)
     assert "sick:turned.jpg" in text
 
 
@@ -156,13 +158,6 @@ def test_masks_that_do_not_fit_are_found(tmp_path: Path, capsys: pytest.CaptureF
     assert "root:b.png (the mask is 64 x 48 px, the picture 65 x 48: they must be equal)" in text
 
 
-def test_a_large_group_is_named_by_its_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(8):
-        write(tmp_path / f"root/{number}.png", tars.picture(64, 48))
-    inspected(tmp_path / "page.html", *of(tmp_path / "root"))
-    assert "root:0.png = root:1.png = root:2.png = root:3.png = root:4.png = 3 more\n" in capsys.readouterr().out
-
-
 def test_an_endless_caption_is_cut_on_the_page_alone(tmp_path: Path) -> None:
     write(tmp_path / "root/a.png", tars.picture())
     write(tmp_path / "root/a.txt", "z" * 100_000)
@@ -179,9 +174,9 @@ def test_a_survey_says_how_pictures_fit_their_sizes(tmp_path: Path) -> None:
     found = survey(open_data_set(folder(tmp_path / "root"), share=None, held_out=None).training, read=None, seed=0)
     (bucket,) = found.buckets
     assert (bucket.height, bucket.width, bucket.samples, bucket.enlarged) == (16, 16, 8, 2)
-    assert (found.samples, found.pictures, found.read) == (8, 4, 4)
+    assert (found.samples, found.pictures, len(found.names)) == (8, 4, 4)
     assert found.shapes[0].cropped == pytest.approx(0.5 * 3 / 4)
-    assert found.captions["root:small.png"] == "small"
+    assert "small" in found.captions
 
 
 def test_a_picture_of_two_rows_or_sizes_is_not_its_own_duplicate(tmp_path: Path) -> None:
@@ -189,7 +184,7 @@ def test_a_picture_of_two_rows_or_sizes_is_not_its_own_duplicate(tmp_path: Path)
     tars.write(tmp_path / "b.tar", tars.samples([3]))
     sizes = mixture_of({f"s{size}": tars.webdataset(tmp_path / "a.tar", image_size=size) for size in (16, 32)})
     both = tars.webdataset(tmp_path / "{a,b}.tar")
-    for source, twice in ((sizes, ()), (both, (("a.tar:0003", "b.tar:0003"),))):
+    for source, twice in ((sizes, []), (both, [[3, 4]])):
         found = survey(open_data_set(source, share=None, held_out=None).training, read=None, seed=0)
         assert found.twice == twice
 
@@ -203,7 +198,7 @@ def test_samples_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.Captu
     inspected(page, f"data.urls=[{tmp_path}/c/train.tar,{tmp_path}/d/train.tar]", f"quarantine={listed}")
     text = capsys.readouterr().out
     assert "5 samples in an epoch, 5 different pictures" in text
-    assert "1 contents come more than once, under several names: train.tar:0000 #1 = train.tar:0000 #2" in text
+    assert "1 pictures have the content of another one: train.tar:0000 (the same as train.tar:0000)" in text
     assert "! [20 % of an epoch] 1 cannot be read" in text
     assert "2 more are not listed: a list has names, and samples that are well have theirs" in text
     assert listed.read_text() == ""
@@ -214,8 +209,8 @@ def test_samples_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.Captu
     columns = ("data=csv", f"data.path={tmp_path / 't.csv'}", "data.caption_column=text")
     inspected(page, *columns, f"quarantine={listed}", "faults=[unreadable,duplicates,empty]")
     text = capsys.readouterr().out
-    assert "1 captions are empty: t.csv:a.png #2" in text
-    assert "come more than once" not in text
+    assert "1 captions are empty: t.csv:a.png (its" in text
+    assert "the content of another" not in text
     assert "1 more are not listed" in text
     assert [json.loads(line)["sample"] for line in listed.read_text().splitlines()] == ["t.csv:b.png"]
 
@@ -281,7 +276,7 @@ def test_what_costs_most_comes_first_and_what_helps_is_named(
     inspected(tmp_path / "again.html", *arguments, f"data.quarantine={lists['quarantine']}")
     text = capsys.readouterr().out
     assert "7 samples in an epoch" in text
-    assert "contents come more than once" not in text
+    assert "the content of another" not in text
     assert "<th>data.aspect_ratios</th>" in (tmp_path / "again.html").read_text()
 
 

@@ -193,7 +193,7 @@ def make_report(cfg: DictConfig, *, read: int | None, pictures: int) -> Report:
     return Report(
         title=f"Data of {cfg.data._target_.rpartition('.')[2]}, for pictures of {cfg.data.image_size} pixels",
         survey=found,
-        tokens=tuple(count(list(found.captions.values()))),
+        tokens=tuple(count(found.captions)),
         max_tokens=_max_tokens(encoder),
         can_take_more=not encoder.get("long_captions"),
         max_unreadable_share=allowed,

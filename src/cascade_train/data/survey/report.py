@@ -10,7 +10,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,15 +39,15 @@ PAGE = Path(__file__).with_name("report.html")
 class Finding(NamedTuple):
     """An observation about the data, with its remedy."""
 
-    text: str  # one sentence
+    what: str  # behind the number of samples
+    rows: Mapping[int, str] | int  # the samples, and what is wrong with each; or how many there are
     cost: float = 0.0  # share of an epoch that is lost by it, estimated from what was read, in [0, 1]
     remedy: str = ""  # empty = none that one key gives
-    names: tuple[str, ...] = ()  # the samples, or more text about each
-    leave_out: tuple[tuple[str, str], ...] = ()  # samples that a training may go without, and why
 
-    def first(self, count: int) -> list[str]:
-        """Return the first names."""
-        return [*self.names[:count], *(["..."] if len(self.names) > count else [])]
+    @property
+    def text(self) -> str:
+        """One sentence."""
+        return f"{self.rows if isinstance(self.rows, int) else len(self.rows)} {self.what}"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -66,17 +66,17 @@ class Report:
     unfilled: int = 0  # samples of an epoch that fill no batch of their shape and are dropped
 
     def counts(self) -> list[str]:
-        """Return how many samples there are, and what their captions are like, in lines."""
-        found, cropped = self.survey, 100 * self.survey.shapes[0].cropped
+        """How many samples there are, and what their captions are like, in lines."""
+        survey, cropped = self.survey, 100 * self.survey.shapes[0].cropped
         lines = [
-            f"{found.samples} samples in an epoch, {found.pictures} different pictures",
-            f"{found.read} of them read and decoded",
-            f"{len(found.buckets)} training sizes; {cropped:.1f} % of a picture is cut away on average",
-            f"{sum(each.enlarged for each in found.buckets)} of {found.samples} samples are enlarged",
+            f"{survey.samples} samples in an epoch, {survey.pictures} different pictures",
+            f"{len(survey.names)} of them read and decoded",
+            f"{len(survey.buckets)} training sizes; {cropped:.1f} % of a picture is cut away on average",
+            f"{sum(bucket.enlarged for bucket in survey.buckets)} of {survey.samples} samples are enlarged",
         ]
         if self.tokens:
             low, middle, high = np.percentile(self.tokens, (5, 50, 95)).round().astype(int).tolist()
-            different = len(set(found.captions.values()))
+            different = len(set(survey.captions))
             lines += [
                 f"captions of {middle} tokens, 9 of 10 between {low} and {high}; {different} different ones",
                 f"captions come from {'; '.join(f'{name} ({count})' for name, count in self.origins)}",
@@ -91,34 +91,44 @@ class Report:
     @cached_property
     def all_findings(self) -> dict[str, Finding]:
         """Every finding by name, those of nothing too."""
-        return {**self._of_pictures(), **self._of_captions(), **self._of_shapes()}
-
-    def _of_pictures(self) -> dict[str, Finding]:
-        found, read = self.survey, max(1, self.survey.read)
-        same = tuple(_joined(" = ", names) for names in found.twice)
-        near = tuple(_joined(" ~ ", names) for names in found.near)
-        copies, likes = (
-            tuple((name, f"{word} {names[0]}") for names in groups for name in names[1:])
-            for groups, word in ((found.twice, "the same as"), (found.near, "looks like"))
-        )
-        contents = f"{len(same)} contents come more than once, under several names"
-        groups = f"{len(near)} groups of pictures look alike"
-        turned = f"{len(found.rotated)} pictures are turned by their EXIF tag; they are trained upright"
+        survey, names, chosen = self.survey, self.survey.names, self.survey.shapes[0]
+        read, unreadable = max(1, len(names)), survey.unreadable
+        copies = {row: f"the same as {names[rows[0]]}" for rows in survey.twice for row in rows[1:]}
+        tokens = dict(zip(survey.texts, self.tokens, strict=True))
+        long = {row: f"its caption has {count} tokens" for row, count in tokens.items() if count > self.max_tokens}
+        empty = {row: "its caption is empty" for row, text in survey.texts.items() if not text.caption.strip()}
+        lost, unknown = sum(1 - self.max_tokens / tokens[row] for row in long), int((survey.width_N == 0).sum())
+        longer = "model.text_encoder.long_captions=true takes three times as many" if self.can_take_more else ""
+        turned, converted = (dict.fromkeys(rows, "") for rows in (survey.rotated, survey.converted))
+        best = min(survey.shapes, key=lambda shape: shape.much)
+        better = f"data.aspect_ratios={best.aspect_ratios} leaves {best.much} of them"
+        over, fewer = f"more than {self.max_tokens} tokens, by {self.counted_by}", best.much < chosen.much
         return {
             "unreadable": Finding(
-                text=f"{len(found.unreadable)} cannot be read",
-                cost=len(found.unreadable) / read,
-                remedy=self._stop(len(found.unreadable), read),
-                names=tuple(f"{name} ({why})" for name, why in found.unreadable),
-                leave_out=found.unreadable,
+                "cannot be read", unreadable, len(unreadable) / read, self._stop(len(unreadable), read)
             ),
-            "duplicates": Finding(text=contents, cost=len(copies) / read, names=same, leave_out=copies),
-            "near": Finding(text=groups, cost=len(likes) / read, names=near, leave_out=likes),
-            "rotated": Finding(text=turned, names=found.rotated),
+            "duplicates": Finding("pictures have the content of another one", copies, len(copies) / read),
+            "empty": Finding("captions are empty", empty, len(empty) / read),
+            "long": Finding(f"captions have {over}", long, lost / read, longer),
+            "rotated": Finding("pictures are turned by their orientation tag; they are trained upright", turned),
+            "converted": Finding("pictures have another colour profile; they are trained as sRGB", converted),
+            "header": Finding("have no readable header: unknown size", unknown, unknown / max(1, survey.pictures)),
+            "cropped": Finding(
+                f"samples lose more than {MUCH:.0%} to cropping",
+                chosen.much,
+                chosen.cropped if chosen.much else 0.0,
+                better if fewer else "",
+            ),
+            "unfilled": Finding(
+                "samples fill no batch of their shape and are dropped, other ones each epoch",
+                self.unfilled,
+                self.unfilled / max(1, survey.samples),
+                "data.leftover=carry trains them in the next epoch",
+            ),
         }
 
     def _stop(self, unreadable: int, read: int) -> str:
-        """Return that a run stops at so many unreadable samples of those that were read, and what helps; else none."""
+        """That a run stops at so many unreadable samples of those that were read, and what helps; else none."""
         if unreadable <= most_unreadable(read, self.max_unreadable_share):
             return ""
         return (
@@ -126,85 +136,60 @@ class Report:
             f" by data.quarantine=<list>, or allow data.max_unreadable_share={sufficient_share(unreadable, read):g}"
         )
 
-    def _of_captions(self) -> dict[str, Finding]:
-        captions = self.survey.captions
-        counts = zip(captions, self.tokens, strict=True)
-        long = [(name, count) for name, count in counts if count > self.max_tokens]
-        empty = tuple(name for name, caption in captions.items() if not caption.strip())
-        return {
-            "empty": Finding(
-                text=f"{len(empty)} captions are empty",
-                cost=len(empty) / max(1, self.survey.read),
-                names=empty,
-                leave_out=tuple((name, "its caption is empty") for name in empty),
-            ),
-            "long": Finding(
-                text=f"{len(long)} captions have more than {self.max_tokens} tokens, by {self.counted_by}",
-                cost=sum(1 - self.max_tokens / count for _, count in long) / max(1, self.survey.read),
-                remedy="model.text_encoder.long_captions=true takes three times as many" if self.can_take_more else "",
-                names=tuple(f"{name} ({count})" for name, count in long),
-                leave_out=tuple((name, f"its caption has {count} tokens") for name, count in long),
-            ),
-        }
-
-    def _of_shapes(self) -> dict[str, Finding]:
-        found = self.survey
-        unknown, own = int((found.width_N == 0).sum()), found.shapes[0]
-        best = min(found.shapes, key=lambda each: each.much)
-        cropped = f"{own.much} samples lose more than {MUCH:.0%} to cropping"
-        better = f"data.aspect_ratios={best.aspect_ratios} leaves {best.much} of them" if best.much < own.much else ""
-        return {
-            "header": Finding(f"{unknown} have no readable header: unknown size", unknown / max(1, found.pictures)),
-            "cropped": Finding(text=cropped, cost=own.cropped if own.much else 0.0, remedy=better),
-            "unfilled": Finding(
-                text=f"{self.unfilled} samples fill no batch of their shape and are dropped, other ones each epoch",
-                cost=self.unfilled / max(1, found.samples),
-                remedy="data.leftover=carry trains them in the next epoch",
-            ),
-        }
+    def names_of(self, finding: Finding, most: int) -> list[str]:
+        """The first samples of a finding, and what is wrong with each."""
+        rows = [] if isinstance(finding.rows, int) else list(finding.rows.items())
+        names = [self.survey.names[row] + (f" ({why})" if why else "") for row, why in rows[:most]]
+        return [*names, *(["..."] if len(rows) > most else [])]
 
     def findings(self) -> list[Finding]:
-        """Return what is worth a look, what costs most first."""
-        some = [each for each in self.all_findings.values() if not each.text.startswith("0 ")]
-        return sorted(some, key=lambda each: -each.cost)
+        """What is worth a look, what costs most first."""
+        some = [finding for finding in self.all_findings.values() if finding.rows]
+        return sorted(some, key=lambda finding: -finding.cost)
 
     def lines(self) -> list[str]:
-        """Return the report as text, with the first names of each finding."""
-        findings = [_line_of(each) for each in self.findings()]
+        """The report as text, with the first names of each finding."""
+        findings = list(map(self._line_of, self.findings()))
         return [self.title, *self.log, *self.counts(), *(findings or ["nothing found that is worth a look"])]
 
+    def _line_of(self, finding: Finding) -> str:
+        cost = f" [{100 * finding.cost:.3g} % of an epoch]" if finding.cost else ""
+        remedy = f"; {finding.remedy}" if finding.remedy else ""
+        names = "; ".join(self.names_of(finding, NAMES_IN_TEXT))
+        return f"!{cost} {finding.text}{remedy}{f': {names}' if names else ''}"
+
     def quarantine(self, faults: Sequence[str]) -> tuple[str, int]:
-        """Return the samples of some findings, once each with the first reason, in lines for `data.quarantine`.
+        """The samples of some findings, once each with the first reason, in lines for `data.quarantine`.
 
         A name of several samples is listed only where all of them are found; and how many others are not listed.
         """
-        reasons: dict[str, str] = {}
+        reasons: dict[int, str] = {}
         for fault in faults:
-            for name, why in self.all_findings[fault].leave_out:
-                reasons.setdefault(name, why)
-        shared = self.survey.shared
-        needed = {name for numbered, name in shared.items() if numbered not in reasons}
-        listed = {shared.get(name, name): why for name, why in reasons.items() if shared.get(name) not in needed}
-        lines = "".join(json.dumps({"sample": name, "reason": why}) + "\n" for name, why in listed.items())
-        return lines, sum(shared.get(name) in needed for name in reasons)
+            rows = self.all_findings[fault].rows
+            reasons = reasons if isinstance(rows, int) else {**rows, **reasons}
+        names, counts = self.survey.names, Counter(self.survey.names[row] for row in reasons)
+        whole = {row: why for row, why in reasons.items() if counts[names[row]] == self.survey.namesakes[row]}
+        listed = {names[row]: why for row, why in reversed(whole.items())}
+        lines = [json.dumps({"sample": name, "reason": listed[name]}) + "\n" for name in reversed(listed)]
+        return "".join(lines), len(reasons) - len(whole)
 
     def rows(self) -> str:
-        """Return a line of JSON for each caption: its sample, what it is, where it came from, and its tokens."""
-        texts = self.survey.texts.items()
-        told = [
-            {"sample": name, "caption": text.caption, "from": text.origin, "tokens": count}
-            for (name, text), count in zip(texts, self.tokens, strict=True)
-        ]
-        return "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in told)
+        """A line of JSON for each caption: its sample, what it is, where it came from, and its tokens."""
+        texts = zip(self.survey.texts.items(), self.tokens, strict=True)
+        rows = (
+            {"sample": self.survey.names[row], "caption": text.caption, "from": text.origin, "tokens": count}
+            for (row, text), count in texts
+        )
+        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def page(self) -> str:
-        """Return the report as one HTML page."""
-        found, known = self.survey, self.survey.width_N > 0
-        width_N, height_N = found.width_N[known], found.height_N[known]
+        """The report as one HTML page."""
+        survey, known = self.survey, self.survey.width_N > 0
+        width_N, height_N = survey.width_N[known], survey.height_N[known]
         limits = [*range(10, self.max_tokens, 10), self.max_tokens]
-        captions = list(found.captions.values())
+        captions = survey.captions
         words = Counter(word for caption in captions for word in set(re.findall(r"\w+", caption.lower())))
-        sizes = [(f"{each.height} x {each.width}", each.samples) for each in found.buckets]
+        sizes = [(f"{bucket.height} x {bucket.width}", bucket.samples) for bucket in survey.buckets]
         charts = [
             ("Training sizes (height x width)", sizes),
             ("Shorter side, pixels", histogram(np.minimum(width_N, height_N), SIDES_PX)),
@@ -223,18 +208,6 @@ class Report:
         if self.batch is not None and self.batch.image_BCHW is not None:
             images = map(_encoded, self.batch.image_BCHW.numpy())
             yield from zip(images, self.batch.keys, self.batch.captions, strict=True)
-
-
-def _joined(sign: str, names: Sequence[str]) -> str:
-    more = [f"{len(names) - NAMES_IN_TEXT} more"] if len(names) > NAMES_IN_TEXT else []
-    return sign.join([*names[:NAMES_IN_TEXT], *more])
-
-
-def _line_of(finding: Finding) -> str:
-    cost = f" [{100 * finding.cost:.3g} % of an epoch]" if finding.cost else ""
-    remedy = f"; {finding.remedy}" if finding.remedy else ""
-    names = f": {'; '.join(finding.first(NAMES_IN_TEXT))}" if finding.names else ""
-    return f"!{cost} {finding.text}{remedy}{names}"
 
 
 def histogram(values: np.ndarray, limits: Sequence[float]) -> list[tuple[str, int]]:
