@@ -93,7 +93,7 @@ def launch(argv: Sequence[str]) -> int:
         from cascade_train.commands.train import train
         from cascade_train.config.launch import compose_and_run
 
-        return compose_and_run(argv[1:] if argv[:1] == ["train"] else argv, train, checks_data=True)
+        return compose_and_run(argv[1:] if argv[:1] == ["train"] else argv, train)
     from cascade_train.commands.parts.command_line import run_command
 
     return run_command(argv)

@@ -1,4 +1,4 @@
-"""The components of a run from their config nodes, constructed by config/components.py.
+"""The components of a run from their config nodes.
 
 How they are joined lives beside it; nothing below this room sees a config node.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from cascade_train.config.components import CONTRACTS, broken_contract, construct
+from cascade_train.assembly.build import build_node
+from cascade_train.config.components import CONTRACTS, broken_contract
 from cascade_train.config.groups import option_targets
 from cascade_train.config.targets import class_constant
 from cascade_train.engine.lr_schedule import LrSchedule
@@ -58,7 +59,7 @@ def build_component(cfg: DictConfig, node: str, **changed: Any) -> Any:
     Raises:
         ConfigError: an argument that it refuses, or something else than a component that a function made.
     """
-    made = construct({**OmegaConf.to_container(cfg[node], resolve=True), **changed}, node)  # type: ignore[dict-item]
+    made = build_node(cfg[node], node, **changed)
     if reason := broken_contract(node, str(cfg[node]._target_), type(made), CONTRACTS[node]):
         raise ConfigError(reason)
     return made

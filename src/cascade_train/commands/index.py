@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
+from cascade_train.assembly.build import build_node
 from cascade_train.commands.inspect import DEFAULTS
 from cascade_train.commands.parts.command_line import Command
-from cascade_train.config.components import construct
 from cascade_train.errors import ConfigError
 from cascade_train.options import check_least
 
@@ -48,7 +48,7 @@ def index(args: IndexArgs, cfg: DictConfig) -> int:
     """Index the tars, print how many, and return 0, or 1 where `verify` found others."""
     from cascade_train.data.webdataset import WebDataset  # heavy: numpy
 
-    source = construct(cfg.data, "data")
+    source = build_node(cfg.data, "data")
     joined = source.joined_tars() if isinstance(source, WebDataset) else None
     if joined is None:
         raise ConfigError(

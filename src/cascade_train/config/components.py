@@ -7,22 +7,15 @@ checked by mypy.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
-import sys
-import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
-from typing import Any, SupportsFloat, SupportsIndex, Union, get_args, get_origin, get_type_hints
-
-from omegaconf import DictConfig, OmegaConf
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from cascade_train.config.arguments import (
     HYDRA_KEYS,
     Parameter,
     fits,
-    items_match,
     literals,
     needs_component,
     parameters,
@@ -32,7 +25,7 @@ from cascade_train.config.groups import group_form, groups, nearest, unknown_hin
 from cascade_train.config.help import argument_doc, meaning_of
 from cascade_train.config.overrides import quoted_form
 from cascade_train.config.targets import check_targets, components_in, import_target, inherited, is_component
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.errors import ConfigError
 
 CONTRACTS: Mapping[str, Sequence[str]] = {
     "model": ["cascade_train.models.stage.Stage"],
@@ -44,12 +37,6 @@ CONTRACTS: Mapping[str, Sequence[str]] = {
     "lr_scheduler": ["cascade_train.engine.lr_schedule.LrSchedule"],
 }
 """Key of a component -> the classes of which it must inherit from one. For other nested ones an annotation names it."""
-
-LENIENT: dict[Any, Any] = {float: SupportsFloat, int: SupportsIndex, list: Collection, dict: Mapping, frozenset: Set}
-"""What a method may return for a type."""
-
-LATER = object()
-"""In the place of what is not constructed on trial."""
 
 
 def check_component(
@@ -72,71 +59,9 @@ def check_component(
         reason = broken_contract(place, target, made, (contracts or {}).get(place, ()))
         if reason is None:
             _check_arguments(place, each)
-            hold_returns(made)
         broken = broken or reason
     if broken is not None:
         raise ConfigError(broken)
-
-
-def construct(node: Any, path: str = "", *, trial: bool = False) -> Any:
-    """Construct a checked component, nested ones first; what a constructor refuses is a ConfigError.
-
-    `node` is plain or OmegaConf's, `path` its key. On `trial` it is constructed for its refusals alone: what may be
-    expensive is left out, modules of torch and what a function makes, and `LATER` is returned in their place.
-    """
-    plain = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else node
-    return _constructed(plain, path, trial)
-
-
-def _constructed(node: Any, path: str, trial: bool) -> Any:
-    if isinstance(node, list):
-        items = [_constructed(value, f"{path}[{position}]", trial) for position, value in enumerate(node)]
-        return LATER if any(item is LATER for item in items) else items
-    if not isinstance(node, Mapping):
-        return node
-    recurse = node.get("_recursive_", True)
-    values = {key: _constructed(value, f"{path}.{key}", trial) if recurse else value for key, value in node.items()}
-    is_later = any(value is LATER for value in values.values())
-    if is_later or not is_component(node):
-        return LATER if is_later else values
-    named = {key: value for key, value in values.items() if key not in HYDRA_KEYS}
-    make = functools.partial(import_target(node["_target_"]), *values.get("_args_", ()), **named)
-    try:
-        is_partial = node.get("_partial_", False)
-        if trial:
-            return _tried(make, is_partial=is_partial)
-        return make if is_partial else make()
-    except ValueError as error:
-        if trial and "process group has not been initialized" in str(error):
-            return LATER  # it asks for its rank, which it has once the run begins
-        raise ConfigError(by_path(str(error), path)) from error
-
-
-def _tried(make: functools.partial[Any], *, is_partial: bool) -> Any:
-    """Construct on trial what is not expensive; return `LATER` in the place of the rest."""
-    torch = sys.modules.get("torch")
-    if not isinstance(make.func, type) or (torch and not is_partial and issubclass(make.func, torch.nn.Module)):
-        return LATER
-    if is_partial and torch and issubclass(make.func, torch.optim.Optimizer):
-        _try_optimizer(make, torch)
-    return make if is_partial else make()
-
-
-def _try_optimizer(make: functools.partial[Any], torch: Any) -> None:
-    """Let an optimizer check its arguments: first without parameters, which is cheap."""
-    lr = parameters(make.func)[0].get("lr")
-    needed = {"lr": 1.0} if lr is not None and lr.required and "lr" not in make.keywords else {}
-    for tried in ([], [torch.nn.Parameter(torch.zeros(2, 2))]):
-        try:
-            make(tried, **needed)
-        except ValueError as error:
-            if tried:
-                raise
-            if "empty parameter list" not in str(error):
-                continue
-        except Exception:  # noqa: BLE001, S110 - what it lacks here, such as a device, it may have when it is built
-            pass
-        return
 
 
 def check_is_component(path: str, node: Any) -> None:
@@ -245,8 +170,7 @@ def broken_contract(path: str, target: str, made: Any, bases: Sequence[str] = ()
         return f"{who}: {name} does not inherit from {any_of}. {remedy}"
     if lacking:
         return f"{who}: {name} does not define {', '.join(sorted(lacking))}. Define what is missing."
-    reason = wrong_arguments(made)
-    return None if reason is None else f"{who}: {reason}"
+    return None
 
 
 def _left_open(made: type) -> set[str]:
@@ -254,75 +178,3 @@ def _left_open(made: type) -> set[str]:
     hints = [item for base in made.__mro__ for item in inspect.get_annotations(base).items()]
     without = {name for name, hint in hints if "ClassVar" in str(hint) and not hasattr(made, name)}
     return without | set(getattr(made, "__abstractmethods__", ()))
-
-
-def replaced_methods(made: Any) -> Iterator[tuple[type, str, type]]:
-    """Yield what a class and its bases replace of this library or torch: user's class, method, replaced class."""
-    for place, own in enumerate(getattr(made, "__mro__", ())):
-        bases = [each for each in made.__mro__[place + 1 :] if _package(each) in ("cascade_train", "torch")]
-        for name, method in list(vars(own).items()) if _package(own) not in ("cascade_train", "torch") else ():
-            base = next((each for each in bases if inspect.isfunction(vars(each).get(name))), None)
-            if base is not None and inspect.isfunction(method) and (name == "__call__" or not name.startswith("__")):
-                yield own, name, base
-
-
-def wrong_arguments(made: type) -> str | None:
-    """Return a sentence on the first method that does not take what it is called with; None where all do."""
-    for own, name, base in replaced_methods(made):
-        given, wanted = (inspect.signature(vars(each)[name]) for each in (own, base))
-        needed = [p for p in wanted.parameters.values() if p.default is p.empty or _package(base) == "cascade_train"]
-        for by_name in (True, False):  # what has a default is given by its name, or in its place
-            named = [p.name for p in needed if p.kind is p.KEYWORD_ONLY or (by_name and p.default is not p.empty)]
-            with suppress(TypeError):
-                given.bind(*[p for p in needed if p.name not in named], **dict.fromkeys(named))
-                break
-        else:
-            return (
-                f"{own.__name__}.{name}{without_types(given)} does not take the arguments of {base.__name__}.{name}. "
-                f"Write 'def {name}{without_types(wanted)}'."
-            )
-    return None
-
-
-def hold_returns(made: Any) -> None:
-    """Have the methods of users' classes raise a RunError where they return another type than what they replace."""
-    for own, name, base in replaced_methods(made):
-        with suppress(NameError):  # of a type that is imported for type checkers alone
-            hint = get_type_hints(vars(base)[name]).get("return", Any) if _package(base) == "cascade_train" else Any
-            if hint not in (Any, type(None)) and not hasattr(vars(own)[name], "held"):
-                setattr(own, name, _held(vars(own)[name], hint, inspect.signature(vars(base)[name]).return_annotation))
-
-
-def _held(method: Callable[..., Any], hint: Any, written: str) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def held(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        if not is_a(result, hint):
-            kinds = ", ".join(type(each).__name__ for each in (result if isinstance(result, tuple) else [result]))
-            raise RunError(f"{method.__qualname__} must return {written}, and returned a value of type {kinds}.")
-        return result
-
-    vars(held)["held"] = True
-    return held
-
-
-def is_a(value: Any, hint: Any) -> bool:
-    """Return whether a value is of an annotated type, as far as can be said without running it; in doubt it is."""
-    origin, items = get_origin(hint) or hint, get_args(hint)
-    if origin in (Union, types.UnionType):
-        return any(is_a(value, item) for item in items)
-    if not isinstance(origin, type) or origin is object or getattr(origin, "_is_protocol", False):
-        return True
-    if isinstance(value, str) != (origin is str) or not isinstance(value, LENIENT.get(origin, origin)):
-        return False
-    return not isinstance(value, Collection) or items_match(value, origin, items, is_a)
-
-
-def _package(made: type) -> str:
-    return made.__module__.partition(".")[0]
-
-
-def without_types(found: inspect.Signature) -> inspect.Signature:
-    """Return a signature without annotations, for messages."""
-    bare = [each.replace(annotation=each.empty) for each in found.parameters.values()]
-    return found.replace(parameters=bare, return_annotation=found.empty)

@@ -44,13 +44,12 @@ def compose_and_run(
     *,
     remedy: str = CONTINUED,
     check: Callable[[DictConfig], DictConfig] | None = None,
-    checks_data: bool = False,
 ) -> int:
     """Run one command line and return the exit code.
 
     `train` is called with each composed and checked configuration and returns an exit code: 0 done, 1 runtime failure,
     2 invalid configuration, 75 stopped and saved, 130 interrupted (docs/stopping.md). `remedy` follows the message that
-    it was interrupted. `check` checks in the place of preflight, whose `checks_data` is given.
+    it was interrupted. `check` checks in the place of preflight.
     """
     prepare_process()
     argv = with_implied_choices(with_paths_quoted(argv))
@@ -68,7 +67,7 @@ def compose_and_run(
             with while_importing():  # not before, since what only shows a configuration needs none of it
                 from cascade_train.config.preflight import preflight
 
-                ready = preflight(cfg, checks_data=checks_data) if check is None else check(cfg)
+                ready = preflight(cfg) if check is None else check(cfg)
             show_log(logging.INFO if is_main() else logging.WARNING)
             with _full_errors("1" if raw else None):
                 code = noted(train(ready))

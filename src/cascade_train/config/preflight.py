@@ -10,7 +10,6 @@ import dataclasses
 import importlib.util
 import math
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from cascade_train.config.components import (
     CONTRACTS,
     check_component,
     check_is_component,
-    construct,
     missing_message,
 )
 from cascade_train.config.groups import chosen, did_you_mean, option_files, option_targets
@@ -44,15 +42,13 @@ def preflight(
     *,
     ranks: int | None = None,
     components: Collection[str] = COMPONENTS,
-    checks_data: bool = False,
 ) -> DictConfig:
     """Check a composed configuration and return it resolved.
 
     Values that the model supplies are set: `train.precision` where it is auto, `sample.guidance_scale` where it is
     null. A `train.micro_batch_size` of auto stays, until the device decides it.
-    The `components` of these keys are imported, where `run.allowed_packages` has their packages, and constructed for
-    what they refuse. `checks_data`: with one process, also check that the data's files exist, before torch is
-    imported. Several ranks check them later, together, so that all exit with the same code.
+    The `components` of these keys are imported, where `run.allowed_packages` has their packages, and their arguments
+    are bound to their constructors, which check the values when assembly makes them.
 
     `cfg` is as composed by Hydra, and is not changed. Without `ranks`, the processes are those of torchrun, else 1.
     """
@@ -67,8 +63,7 @@ def preflight(
     resolved = cfg.copy()
     OmegaConf.resolve(resolved)
     _check_typed(root, resolved)
-    derived = [key for key, value in written.items() if "${" in str(value)]
-    _check_components(root, components, derived=derived, checks_data=checks_data and ranks == 1)
+    _check_components(root, components)
     _check_data_fits(root)
     _check_run(root)
     _check_libraries(resolved)
@@ -98,37 +93,16 @@ def _check_typed(root: Root, cfg: DictConfig) -> None:
             raise ConfigError(f"{key}={value} must be a finite number. Where a thing can be switched off, null does.")
 
 
-def _check_components(root: Root, keys: Collection[str], *, derived: Collection[str], checks_data: bool) -> None:
-    """Check every component node against its constructor: that of the data first, which needs no torch.
-
-    A value of a key in `derived` follows another key: what else is refused is reported before it.
-    """
+def _check_components(root: Root, keys: Collection[str]) -> None:
+    """Check every component node against its class, and bind its arguments to the constructor."""
     allowed = None if root.run.allow_any_target else root.run.allowed_packages
     nodes = {key: getattr(root, key) for key in keys}
-    refused: list[ConfigError] = []
-
-    def check(key: str) -> None:
-        try:
-            check_component(key, nodes[key], allowed, CONTRACTS)
-            construct(nodes[key], key, trial=True)
-        except ConfigError as error:
-            if not any(re.search(rf"(?<![\w.]){re.escape(each)}(=|:| is )", str(error)) for each in derived):
-                raise
-            refused.append(error)
-
     for key, node in nodes.items():
         check_is_component(key, node)
-    if "data" in nodes:
-        check("data")
-    if checks_data and not refused:
-        check_data(root)
-    others = {key: node for key, node in nodes.items() if key != "data"}
-    check_targets(others, allowed)
+    check_targets(nodes, allowed)
     _check_compatibility(root)
-    for key in others:
-        check(key)
-    if refused:
-        raise refused[-1]
+    for key, node in nodes.items():
+        check_component(key, node, allowed, CONTRACTS)
 
 
 def _check_compatibility(root: Root) -> None:
@@ -372,17 +346,3 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{path}[{position}]")
     else:
         yield path, node
-
-
-def check_data(root: Root) -> None:
-    """Check that the data of a run exists; a ConfigError names what is missing."""
-    held_out = [] if root.validate.urls is None else [{**root.data, "urls": list(root.validate.urls)}]
-    try:
-        sources = [construct(node, "data") for node in [root.data, *held_out]]
-    except ConfigError:
-        return  # a value, not a file: refused where the run builds its parts, the model's first
-    try:
-        for source in sources:
-            source.check()
-    except OSError:
-        return  # opening the data names the file

@@ -108,6 +108,19 @@ class OptimizerSpec:
         self.algorithm = algorithm
         self.decay_all = decay == "all"
         self.lr_factors = _checked(lr_factors or {})
+        self._try_arguments()
+
+    def _try_arguments(self) -> None:
+        """Let the algorithm refuse its arguments now, not once the weights are loaded."""
+        if given := getattr(self.algorithm, "keywords", {}).keys() & {"lr", "weight_decay"}:
+            raise ValueError(f"optimizer.algorithm.{min(given)} has no effect. Set optimizer.{min(given)}.")
+        try:
+            self.algorithm([{"params": self._list({"weight": nn.Parameter(torch.zeros(2, 2))})}], lr=self.lr)
+        except ValueError as error:
+            if "process group has not been initialized" not in str(error):  # there is one when it is built
+                raise ValueError(f"optimizer.algorithm: {error}") from error
+        except Exception:  # noqa: BLE001, S110 - what it lacks here, such as a device, it may have when it is built
+            pass
 
     def lr_factor(self, name: str) -> float:
         """Factor on the learning rate of a weight; a ConfigError where an expression takes too long."""

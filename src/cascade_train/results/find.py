@@ -8,8 +8,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from cascade_train.assembly.build import build_node
 from cascade_train.assembly.components import build_component, families
-from cascade_train.config.components import construct
 from cascade_train.config.groups import did_you_mean, option_files, option_targets
 from cascade_train.config.saved import CONFIG_NAME, composed, export_folder, load_saved_config, published_config
 from cascade_train.config.targets import import_target
@@ -141,7 +141,7 @@ def stored_network(source: str, *, model: str | None, key: str, allow_any_target
         raise ConfigError(f"{key}={source}: its tensors are of no published size; name it by model=, one of {options}.")
     if model not in networks:
         raise ConfigError(f"model={model}: no such option.{did_you_mean(model, networks)}")
-    return construct(networks[model]).build()
+    return build_node(networks[model]).build()
 
 
 def _size_of(source: str, key: str, part: str | None) -> str | None:

@@ -176,7 +176,7 @@ class TextToImage(Task):
         losses = self.objective.loss(pred_BCHW, diffused, prepared.mask_B1HW)
         if any(loss_B.shape != pred_BCHW.shape[:1] for loss_B in losses):
             raise RunError(
-                f"{type(self.objective).__name__}.loss must return a weighted and an unweighted loss of loss_B sample, "
+                f"{type(self.objective).__name__}.loss must return a weighted and an unweighted loss of each sample, "
                 f"({len(pred_BCHW)},) here, and returned the shapes {[tuple(loss_B.shape) for loss_B in losses]}."
             )
         return losses

@@ -1,19 +1,19 @@
-"""What constructors refuse, preflight refuses, before anything is written."""
-
-import sys
-from pathlib import Path
+"""What constructors refuse is refused before data and weights are loaded, by the whole key."""
 
 import pytest
-from omegaconf import OmegaConf
+import torch
+from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.config.components import construct
+from cascade_train.assembly.build import build_node
+from cascade_train.assembly.components import build_component, build_parts
 from cascade_train.config.preflight import preflight
+from cascade_train.engine.optimizer import OptimizerSpec
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import checked, composed
 
 REFUSED = {
     "optimizer.lr=-1": r"^optimizer\.lr=-1 must be positive",
-    "+optimizer.algorithm.lr=-1": r"^optimizer\.algorithm: Invalid learning rate: -1",
+    "+optimizer.algorithm.lr=-1": r"^optimizer\.algorithm\.lr has no effect\. Set optimizer\.lr",
     "optimizer.algorithm.betas=[2.0,0.9]": r"^optimizer\.algorithm: Invalid beta parameter at index 0",
     "lr_scheduler=cosine lr_scheduler.min_factor=2": r"^lr_scheduler\.min_factor=2",
     "task.cond_drop_prob=2": r"^task\.cond_drop_prob=2 must lie in",
@@ -31,75 +31,41 @@ REFUSED = {
 }
 
 
+def build_all(cfg: DictConfig) -> None:
+    build_parts(cfg)
+    build_component(cfg, "data")
+
+
 @pytest.mark.parametrize("line", REFUSED)
-def test_values_out_of_range_are_refused_by_preflight(line: str):
+def test_values_out_of_range_are_refused_by_the_whole_key(line: str):
     with pytest.raises(ConfigError, match=REFUSED[line]):
-        checked("task=lora", "model=c_tiny", *line.split())
+        build_all(checked("task=lora", "model=c_tiny", *line.split()))
 
 
 def test_a_value_that_follows_another_key_is_not_blamed():
     with pytest.raises(ConfigError, match=r"^model\.image_size=-1: must be"):
-        checked("task=lora", "model=c_tiny", "model.image_size=-1")
+        build_all(checked("task=lora", "model=c_tiny", "model.image_size=-1"))
     for value in ("big", "64.5", "null"):
         with pytest.raises(ConfigError, match=rf"^model\.image_size={value}"):
             checked("task=lora", "model=c_tiny", f"model.image_size={value}")
     cfg = composed("task=lora", "model=c_tiny", "optimizer.lr=-1")
     OmegaConf.update(cfg, "data.flip_prob", "${optimizer.lr}")
     with pytest.raises(ConfigError, match=r"^optimizer\.lr=-1 must be positive"):
-        preflight(cfg, ranks=1)
+        build_all(preflight(cfg, ranks=1))
 
 
-OWN = """
-import torch
-
-class Counted:
-    made = 0
-    def __init__(self, size=1):
-        Counted.made += 1
-
-class Big(torch.nn.Module):
-    def __init__(self):
-        raise AssertionError("constructed on trial")
-
-class Picky(torch.optim.SGD):
-    def __init__(self, params, scale=1):
-        if scale < 0:
-            raise ValueError(f"scale={scale} is negative")
-        if not params:
-            raise ValueError("nothing to train")
-        super().__init__(params)
-
-class Ranked:
-    def __init__(self):
-        self.rank = torch.distributed.get_rank()
-
-class Absent(torch.optim.SGD):
-    def __init__(self, params):
-        raise RuntimeError("no such device")
-
-def function():
-    raise AssertionError("called on trial")
-"""
+def test_what_a_constructor_gets_is_plain_and_nested_components_come_first():
+    inner = [["a", {"_target_": "builtins.list"}]]
+    made = build_node({"_target_": "builtins.dict", "_args_": [inner], "b": {"c": [1]}})
+    assert made == {"a": [], "b": {"c": [1]}}
+    assert [type(made["b"]), type(made["b"]["c"])] == [dict, list]
 
 
-def test_what_may_be_expensive_is_not_constructed_on_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "own_parts.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "own_parts", raising=False)
-    node = {"_target_": "own_parts.Counted", "size": [{"_target_": "own_parts.function"}]}
-    construct(node, "task", trial=True)
-    construct({"_target_": "own_parts.Counted", "size": {"_target_": "own_parts.Big"}}, "task", trial=True)
-    construct({"_target_": "own_parts.Absent", "_partial_": True}, "optimizer.algorithm", trial=True)
-    assert sys.modules["own_parts"].Counted.made == 0
-    construct({"_target_": "own_parts.Ranked"}, "task", trial=True)  # there is no process group yet
-    picky = {"_target_": "own_parts.Picky", "_partial_": True}
-    construct(picky, "optimizer.algorithm", trial=True)
-    with pytest.raises(ConfigError, match=r"^optimizer\.algorithm\.scale=-1 is negative"):
-        construct({**picky, "scale": -1}, "optimizer.algorithm", trial=True)
+def test_an_optimizer_that_only_a_rank_can_make_is_not_refused():
+    node = {"_target_": f"{__name__}.NeedsRank", "_partial_": True}
+    OptimizerSpec(lr=1.0, scale_lr=False, weight_decay=0.0, algorithm=build_node(node))
 
 
-def test_positional_arguments_and_lists_of_components_are_constructed():
-    pair = construct({"_target_": "builtins.dict", "_args_": [[["a", {"_target_": "builtins.list"}]]], "b": 1})
-    assert pair == {"a": [], "b": 1}
-    kept = construct({"_target_": "builtins.dict", "_recursive_": False, "a": {"_target_": "builtins.list"}})
-    assert kept == {"a": {"_target_": "builtins.list"}}
+class NeedsRank(torch.optim.SGD):
+    def __init__(self, params: list, lr: float) -> None:
+        super().__init__(params, lr=lr / torch.distributed.get_world_size())

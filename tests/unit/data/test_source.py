@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from cascade_train.config.components import construct
+from cascade_train.assembly.build import build_node
 from cascade_train.data.classification import ClassFolders, ClassTars
 from cascade_train.data.folder import Folder
 from cascade_train.data.mixture import Mixture
@@ -41,7 +41,7 @@ def test_limits_out_of_range_are_refused(keys: tuple[str, ...], value: Any, rule
 def build(repository: Path, *overrides: str) -> Source:
     with initialize_config_dir(str(repository / "conf"), version_base="1.3"):
         cfg = compose(overrides=["+model={image_size: 48}", "+run={dir: here}", *overrides])
-    return construct(cfg.data)
+    return build_node(cfg.data)
 
 
 @pytest.mark.parametrize(

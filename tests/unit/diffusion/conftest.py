@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from cascade_train.config.components import construct
+from cascade_train.assembly.build import build_node
 from cascade_train.config.groups import option_files, option_targets
 from cascade_train.diffusion.objective import Objective
 
@@ -44,7 +44,7 @@ def build() -> Callable[..., Objective]:
     """Build a shipped objective by name, with some of its own values changed."""
 
     def build_objective(name: str, **changes: Any) -> Objective:
-        return construct(OmegaConf.merge(option_files("objective")[name], changes))
+        return build_node(OmegaConf.merge(option_files("objective")[name], changes))
 
     return build_objective
 

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from cascade_train.config.components import construct
+from cascade_train.assembly.build import build_node
 from cascade_train.distributed import parallelize as seam
 from cascade_train.distributed.parallelize import local, parallelize
 from cascade_train.engine.checkpoint.store import CheckpointStore
@@ -30,7 +30,7 @@ def spec(option: str, **changes: Any) -> Any:
     """Construct an option of the group, with changes merged over it."""
     own = OmegaConf.load(CONF / f"{option}.yaml")
     base = OmegaConf.load(CONF / "torch.yaml") if own.pop("defaults", None) else {}
-    return construct(OmegaConf.merge(base, own, {"lr": QUICK.get(option, 1e-2)}, changes), "optimizer")
+    return build_node(OmegaConf.merge(base, own, {"lr": QUICK.get(option, 1e-2)}, changes), "optimizer")
 
 
 class Small(nn.Module):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.config.components import construct
+from cascade_train.assembly.build import build_node
 from cascade_train.config.groups import conf_dir, group_options
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter
@@ -26,7 +26,7 @@ def config(option: str) -> DictConfig:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_file_makes_a_filter(option: str) -> None:
-    assert isinstance(construct(config(option)), ControlFilter)
+    assert isinstance(build_node(config(option)), ControlFilter)
 
 
 OUT_OF_RANGE: dict[str, tuple[float, str]] = {
@@ -40,7 +40,7 @@ def test_numbers_out_of_range_are_refused(option: str) -> None:
     for key in OUT_OF_RANGE.keys() & set(config(option)):
         value, rule = OUT_OF_RANGE[key]
         with pytest.raises(ValueError, match=f"task.filter.{key}={value} {rule}"):
-            construct(OmegaConf.merge(config(option), {key: value}))
+            build_node(OmegaConf.merge(config(option), {key: value}))
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,4 @@ def test_numbers_out_of_range_are_refused(option: str) -> None:
 )
 def test_a_network_that_is_not_there_is_described_before_workers_start(option: str, words: str) -> None:
     with pytest.raises(ConfigError, match=rf"task.filter.weights=.*brought.onnx: no such file.*{words}"):
-        construct(config(option)).sample_transform()
+        build_node(config(option)).sample_transform()

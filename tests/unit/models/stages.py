@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from cascade_train.config.components import construct
+from cascade_train.assembly.build import build_node
 from cascade_train.config.groups import option_files
 from cascade_train.distributed.parallelize import materialise
 from cascade_train.engine.run.config_difference import flatten
@@ -87,7 +87,7 @@ def random_weights() -> Any:
 
 def make_stage(model: str, *changes: Any) -> Any:
     """Construct a stage without building it."""
-    return construct(model_config(model, *changes))
+    return build_node(model_config(model, *changes))
 
 
 def build_stage(model: str, *changes: Any, dtype: torch.dtype = torch.float32) -> Any:
@@ -110,7 +110,7 @@ def tiny_network(**changes: Any) -> Any:
         "clip_text_pooled_in_channels": 24,
         "clip_image_in_channels": 16,
     }
-    return construct(model_config("c_tiny", {"network": small | changes}).network)
+    return build_node(model_config("c_tiny", {"network": small | changes}).network)
 
 
 def filled_network(**changes: Any) -> Any:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
-from cascade_train.config.components import construct
+from cascade_train.assembly.build import build_node
 from cascade_train.errors import ConfigError
 from cascade_train.models.text_encoder import TextEncoder, token_counter
 from tests.unit.models.stages import model_config
@@ -17,7 +17,7 @@ END = 670
 
 
 def make(**changes: Any) -> TextEncoder:
-    return construct(model_config("c_tiny", {"text_encoder": changes}).text_encoder)
+    return build_node(model_config("c_tiny", {"text_encoder": changes}).text_encoder)
 
 
 def built(**changes: Any) -> TextEncoder:

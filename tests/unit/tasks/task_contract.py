@@ -13,8 +13,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from cascade_train.assembly.build import build_node
 from cascade_train.batch import Batch
-from cascade_train.config.components import construct
 from cascade_train.config.groups import option_files
 from cascade_train.models.initialize import Fill, fill_
 from cascade_train.tasks.base import Phase, Task
@@ -39,7 +39,7 @@ def component(group: str, option: str, **changes: Any) -> Any:
         own[key] = OmegaConf.load(CONF / other / f"{mounted}.yaml")
     config = OmegaConf.merge({"run": {"seed": 0}}, {"node": own}, {"node": changes})
     OmegaConf.resolve(config)
-    return construct(config.node)
+    return build_node(config.node)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cascade_train.config.components import construct
+from cascade_train.assembly.build import build_node
 from cascade_train.config.groups import option_files
 from cascade_train.distributed.consensus import from_every_rank
 from cascade_train.distributed.process_group import World
@@ -82,7 +82,7 @@ def load_tiny_features(device: torch.device) -> Callable[[Tensor], Tensor]:
     The latents of a picture resized to 96 x 96, averaged over its quarters. Distances of them compare tiny models with
     each other, and with nothing else.
     """
-    compressor = construct({**option_files("model")["c_tiny"]["semantic_compressor"], "weights": PACKAGED_FEATURES})
+    compressor = build_node({**option_files("model")["c_tiny"]["semantic_compressor"], "weights": PACKAGED_FEATURES})
     compressor.build(device=device)
 
     @torch.no_grad()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from cascade_train.config.components import construct
+from cascade_train.assembly.build import build_node
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade.image_encoder import CLIP_MEAN, CLIP_STD, ImageEncoder
 from tests.unit.models.stages import model_config
@@ -22,7 +22,7 @@ SMALL = {
 
 
 def make(**changes: Any) -> ImageEncoder:
-    return construct(model_config("c_3b", {"image_encoder": SMALL | changes}).image_encoder)
+    return build_node(model_config("c_3b", {"image_encoder": SMALL | changes}).image_encoder)
 
 
 def built(**changes: Any) -> ImageEncoder:
