@@ -228,11 +228,3 @@ def test_a_refusal_of_the_first_batch_leaves_no_run(tmp_path, capfd):
     assert launch([*given, "train.global_batch_size=2", "data.num_workers=0", f"run.dir={tmp_path / 'run'}"]) == 2
     assert "task.filter.scale_factor=0.5: the stage cannot encode" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_merged_weights_take_the_place_of_no_pictures(tmp_path, capfd):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "dog.txt").write_text("a dog")
-    assert launch(["merge", "from=package:tiny", "model=c_tiny", "lora=x", f"out={tmp_path}"]) == 2
-    assert f"out={tmp_path} contains dog.txt, which would be lost" in capfd.readouterr().err
-    assert (tmp_path / "dog.txt").read_text() == "a dog"

@@ -141,23 +141,27 @@ def test_the_export_of_a_checkpoint_is_that_of_a_run_which_ended_there(unfinishe
     assert export(ExportArgs(source=str(ended), out=str(out))) == 0, "an export replaces an export"
 
 
-@pytest.mark.parametrize("name", ["prior", "README.md", "samples.png", "config.yaml"])
+@pytest.mark.parametrize("name", ["prior/mine.txt", "README.md", "samples.png", "config.yaml"])
 def test_an_export_replaces_nothing_else(unfinished: Path, tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    with pytest.raises(ConfigError, match=rf"out=.* has {name}, which would be replaced\. Give another folder\."):
+    (tmp_path / "prior").mkdir()
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ConfigError, match=rf"out=.*{name.partition('/')[0]} exists, .*overwrite=true"):
         export(ExportArgs(source=str(unfinished), out=str(tmp_path)))
-    assert [path.name for path in tmp_path.rglob("*")] == [name]
+    assert (tmp_path / name).read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["README.md", "lora"])
+@pytest.mark.parametrize("name", ["README.md", "lora/adapter_config.json", "lora.kohya.safetensors"])
 def test_a_conversion_replaces_nothing_else(lora: Path, tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    of_lora = {"source": str(lora / "export" / "lora"), "out": str(tmp_path)}
-    with pytest.raises(ConfigError, match=rf"out=.* has {name}, which would be replaced"):
-        export(ExportArgs(**of_lora, format="peft"))
-    (tmp_path / name).rename(tmp_path / "prior")
-    for _ in range(2):
-        assert export(ExportArgs(**of_lora, format=["peft", "kohya"])) == 0
+    (tmp_path / "lora").mkdir()
+    (tmp_path / name).write_text("mine")
+    of_lora = {"source": str(lora / "export" / "lora"), "out": str(tmp_path), "format": ["peft", "kohya"]}
+    with pytest.raises(ConfigError, match=rf"out=.*{name.partition('/')[0]} exists, .*overwrite=true"):
+        export(ExportArgs(**of_lora))
+    assert (tmp_path / name).read_text() == "mine"
+    (tmp_path / "lora" / "notes.txt").write_text("mine")
+    for overwrite in (True, False):
+        assert export(ExportArgs(**of_lora, overwrite=overwrite)) == 0
+    assert (tmp_path / "lora" / "notes.txt").read_text() == "mine"
 
 
 def test_an_unfinished_run_paints_once_it_is_exported(
@@ -168,7 +172,11 @@ def test_an_unfinished_run_paints_once_it_is_exported(
     for command in (["export", "step=2"], ["generate", "steps=1", 'prompts=["a red circle, large"]', "out=näher dran"]):
         assert launch([*command, "from=mit Umlaut ü"]) == 0, capsys.readouterr().err
     assert (tmp_path / "näher dran" / "00_00.png").is_file()
-    assert "1 images and grid.png lie in näher dran" in capsys.readouterr().out
+    assert "1 images from 00_00.png on, and grid.png, lie in näher dran" in capsys.readouterr().out
+    first = (tmp_path / "näher dran" / "00_00.png").read_bytes()
+    assert launch([*command, "from=mit Umlaut ü", "seed=1"]) == 0
+    assert "1 images from 01_00.png on, and grid_01.png" in capsys.readouterr().out
+    assert (tmp_path / "näher dran" / "00_00.png").read_bytes() == first
 
 
 def test_checkpoints_that_are_not_there_or_damaged_are_not_exported(unfinished: Path, tmp_path: Path) -> None:
@@ -245,14 +253,18 @@ def test_weights_are_converted_without_a_run(base: Path, tmp_path: Path, capsys:
     half = load_file(tmp_path / "half" / "prior" / "diffusion_pytorch_model.safetensors")
     assert all(torch.equal(half[name], value) for name, value in found.items())
     place = str(tmp_path / "half")
-    export(ExportArgs(source=place, format="diffusers", dtype="fp32", model="c_tiny", out=place))
-    whole = load_file(tmp_path / "half" / "prior" / "diffusion_pytorch_model.safetensors")
-    assert {value.dtype for value in whole.values()} == {torch.float32}
+    with pytest.raises(ConfigError, match="would replace .*half, which is read"):
+        export(ExportArgs(source=place, format="diffusers", dtype="fp32", model="c_tiny", out=place))
 
 
 def test_a_lora_is_merged_and_the_result_trains(base: Path, lora: Path, tmp_path: Path) -> None:
     merge(MergeArgs(source=str(base), lora=[str(lora)], strength=[0.5], out=str(tmp_path / "merged")))
-    merge(MergeArgs(source=str(base), lora=str(lora), out=str(tmp_path / "merged.safetensors"), dtype="bf16"))
+    single = str(tmp_path / "merged.safetensors")
+    for _ in range(2):  # its own work is replaced
+        merge(MergeArgs(source=str(base), lora=str(lora), out=single, dtype="bf16"))
+    for out in (str(base), str(lora), str(base / "export" / "prior" / "prior"), str(tmp_path)):
+        with pytest.raises(ConfigError, match="Name another out="):
+            merge(MergeArgs(source=str(base), lora=str(lora), out=out))
     before = load_file(base / "export" / "prior" / "prior" / "diffusion_pytorch_model.safetensors")
     after = load_file(tmp_path / "merged" / "diffusion_pytorch_model.safetensors")
     changed = {name for name, value in after.items() if not torch.equal(value, before[name])}

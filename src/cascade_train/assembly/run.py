@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import shutil
 from collections.abc import Container, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -52,6 +51,7 @@ from cascade_train.engine.run.on_end import run_end_hook
 from cascade_train.engine.run.report import write_report
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.errors import ConfigError, RankLostError, RunError
+from cascade_train.files.output import EXPORTER, remove_written
 from cascade_train.files.run_folder import EXPORT, exported_step
 from cascade_train.models.formats.weights_source import refuse_missing, weights_found_once
 from cascade_train.redaction import redacted
@@ -380,10 +380,7 @@ def _remove_conversions(directory: Path, exports: Container[str]) -> None:
     """Remove what `cascade-train export` made of another step's exports."""
     names = {name for family in families() for name in family.uses if name not in exports}
     for path in (*(directory / name for name in names), *directory.glob("*.embeddings")):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        remove_written(path, EXPORTER)
 
 
 def overrides() -> list[str]:

@@ -121,8 +121,10 @@ def export(args: ExportArgs) -> int:
 
     out = Path(args.out) if args.out is not None else source / "export" if of_run else Path("export")
     read, written = str(out if of_run else source), list[str]()
-    if not of_run or out.resolve() != (source / "export").resolve():
-        exports.check_replaceable(out, formats, of_run=of_run and formats != [COMBINED])
+    is_own = of_run and out.resolve() == (source / "export").resolve()
+    inputs = [] if of_run else [name for name in (args.source, args.decoder, args.codec) if name is not None]
+    rule = {"of_run": of_run and formats != [COMBINED], "is_own": is_own, "overwrite": args.overwrite}
+    exports.check_replaceable(out, formats, inputs=inputs, **rule)
     if formats == [COMBINED]:
         stages = args.source, str(args.decoder), args.codec
         written += exports.export_combined(*stages, out, dtype=args.dtype, allow_any_target=trusted)

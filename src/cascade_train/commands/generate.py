@@ -14,6 +14,7 @@ from cascade_train.commands.parts.command_line import Command, listed
 from cascade_train.commands.parts.models import PaintingArgs, find_stages
 from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
+from cascade_train.files.output import check_output
 from cascade_train.files.run_folder import make_folder
 from cascade_train.options import limit
 
@@ -32,7 +33,7 @@ class GenerateArgs(PaintingArgs):
     """Prompts, a list, or @file with one in each line (txt) or row (csv, tsv, jsonl, parquet; @file:column); each gives
     `count` images. [] = no text, `count` images for each picture given below."""
     out: str = "generated"
-    """Folder that the images go to."""
+    """Folder that the images go to, numbered on from those in it."""
     count: int = 1
     """Images per prompt."""
     image: Any = None
@@ -79,16 +80,17 @@ class GenerateArgs(PaintingArgs):
 
 
 def generate(args: GenerateArgs) -> int:
-    """Write the images of `painted` into `out`, and return 0."""
-    images = painted(args, args.out)
-    sys.stdout.write(f"{len(images)} images and grid.png lie in {args.out}\n")
+    """Write the images into `out`, and return 0."""
+    images, written = sampled(args, args.out)
+    sys.stdout.write(f"{len(images)} images {written}\n")
     return 0
 
 
-def painted(args: GenerateArgs, out: str | None) -> list[Image]:
-    """Return the images, `count` of each prompt after those of the one before it.
+def sampled(args: GenerateArgs, out: str | None) -> tuple[list[Image], str]:
+    """Images, `count` of each prompt after those of the one before it, and what was written.
 
-    In a folder `out` each becomes `<prompt number>_<image number>.png`, and all a labelled `grid.png`; None = no files.
+    In a folder `out` each becomes `<prompt number>_<image number>.png`, and all a labelled `grid.png`, with numbers
+    above those that are there; None = no files.
     """
     from cascade_train.results import paint  # heavy: torch and everything above it
 
@@ -110,11 +112,15 @@ def painted(args: GenerateArgs, out: str | None) -> list[Image]:
         side=model.cfg.model.image_size,
     )
     batches = paint.batches_of(args.prompts, files, count=args.count, batch_size=args.batch_size)
-    folder = None if out is None else make_folder(Path(out))
-    images = paint.paint(model, decoder, batches, sizes=sizes, seed=args.seed)
+    folder = None if out is None else Path(out).expanduser()
     if folder is not None:
-        paint.write_images(images, args.prompts, folder)
-    return images
+        check_output(folder, "generate", is_folder=True, overwrite=True)  # which replaces nothing
+        make_folder(folder)
+    images = paint.paint(model, decoder, batches, sizes=sizes, seed=args.seed)
+    if folder is None:
+        return images, ""
+    first, grid = paint.write_images(images, args.prompts, folder)
+    return images, f"from {first.name} on, and {grid.name}, lie in {out}"
 
 
 COMMAND = Command(arguments=GenerateArgs, run=generate)

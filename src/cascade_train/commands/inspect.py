@@ -14,7 +14,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from cascade_train.commands.parts.command_line import Command
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.errors import RunError
+from cascade_train.files.output import check_output, replaced_file
 from cascade_train.options import check_choice, limit
 
 FAULTS = ("unreadable", "duplicates", "empty", "long")
@@ -40,14 +41,16 @@ class InspectArgs:
     captions: str | None = None
     """File to write with each caption that was read, its sample, and the file, key or template that it came from."""
 
+    overwrite: bool = False
+    """Replace files of these names: another page, and lists of samples or captions, which may have been edited."""
+
     def __post_init__(self) -> None:
         limit(self, "", "read", "pictures", least=1)
         for fault in self.faults:
             check_choice("faults", fault, FAULTS)
         for key in ("out", "quarantine", "captions"):
-            path = Path(getattr(self, key) or "")
-            if path.is_file() and path.suffix not in (".html", ".json", ".jsonl"):
-                raise ConfigError(f"{key}={path} would overwrite that file. Give a name that ends in .html or .jsonl.")
+            if (name := getattr(self, key)) is not None:
+                check_output(Path(name).expanduser(), "inspect", key=key, overwrite=self.overwrite)
 
 
 def inspect(args: InspectArgs, cfg: DictConfig) -> int:
@@ -73,10 +76,10 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
 
 def write(key: str, name: str, text: str) -> None:
     """Write a file that an argument names; a RunError where it cannot be written."""
-    path = Path(name)
+    path = Path(name).expanduser()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        with replaced_file(path) as place:
+            place.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(f"{key}={path} cannot be written: {error.strerror}.") from error
 

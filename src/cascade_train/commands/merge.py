@@ -12,6 +12,7 @@ from typing import Any
 from cascade_train.commands.parts.command_line import Command, listed
 from cascade_train.commands.parts.models import WeightsArgs
 from cascade_train.errors import ConfigError
+from cascade_train.files.output import check_output
 
 
 @dataclass(kw_only=True)
@@ -42,14 +43,19 @@ class MergeArgs(WeightsArgs):
 
 def merge(args: MergeArgs) -> int:
     """Write the merged weights, read them back, print the relative error, and return 0."""
-    out = Path(args.out)
-    for path in out.rglob("*"):
-        if path.is_file() and path.suffix not in (".json", ".safetensors"):
-            raise ConfigError(f"out={out} contains {path.relative_to(out)}, which would be lost. Give another folder.")
+    out, loras = Path(args.out).expanduser(), listed(args.lora)
+    check_output(
+        out,
+        "merge",
+        is_folder=out.suffix != ".safetensors",
+        overwrite=args.overwrite,
+        inputs=[args.source, *loras],
+        names=("config.json", "diffusion_pytorch_model*"),
+    )
     from cascade_train.results import export as exports  # heavy: torch and everything above it
 
     of_weights = {key: getattr(args, key) for key in ("model", "module_filters", "dtype", "allow_any_target")}
-    exports.merge(args.source, listed(args.lora), args.strengths(), out, **of_weights)
+    exports.merge(args.source, loras, args.strengths(), out, **of_weights)
     return 0
 
 

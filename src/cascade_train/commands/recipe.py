@@ -18,6 +18,7 @@ from cascade_train.config.recipes.recipe import Recipe, settle, try_out
 from cascade_train.config.recipes.systems import from_source
 from cascade_train.config.recipes.table import SYSTEMS
 from cascade_train.errors import ConfigError
+from cascade_train.files.output import check_output, replaced_file
 from cascade_train.options import check_choice, check_least
 from cascade_train.redaction import printable, redact_argument
 
@@ -57,18 +58,17 @@ def import_recipe(args: ImportArgs) -> int:
     out = Path(args.out)
     if out.suffix != ".yaml" or out.parent.name != "experiment":
         raise ConfigError(f"out={args.out} must be named experiment/<name>.yaml, in a folder that --config-dir names.")
-    if out.exists() and not args.overwrite:
-        raise ConfigError(f"out={args.out} exists. Choose another name, or replace it by overwrite=true.")
+    check_output(out, "recipe", inputs=[args.source], overwrite=args.overwrite)
     recipe = translate(read_source(Path(args.source)), args)
     try_out(recipe, args.source, ranks=args.ranks)
     end = "".join([f" experiment={shlex.quote(out.stem)}", *(f" {group}=..." for group in sorted(recipe.asked))])
-    out.parent.mkdir(parents=True, exist_ok=True)
     near, far = (
         printable(f"cascade-train --config-dir {shlex.quote(str(each.parents[1]))}{end}")
         for each in (out, out.absolute())
     )
     text = recipe.text(title=f"Imported from {printable(Path(args.source).name)}.", command=near)
-    out.write_text(text, encoding="utf-8")
+    with replaced_file(out) as place:
+        place.write_text(text, encoding="utf-8")
     print(f"Wrote {out}. Run it: {far}")
     for line in recipe.report():
         keys, colon, text = line.partition(": ")

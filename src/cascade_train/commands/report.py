@@ -20,6 +20,7 @@ from cascade_train.config.sweeps.runs import LOSS, Result, ended_runs, key_of, m
 from cascade_train.engine.run import report as pages
 from cascade_train.engine.run.report import is_number, newest_grid, read_metrics
 from cascade_train.errors import ConfigError, RunError, unwritten
+from cascade_train.files.output import check_output
 from cascade_train.files.run_folder import run_named
 from cascade_train.files.untrusted import read_mapping
 from cascade_train.redaction import redact_argument
@@ -44,6 +45,8 @@ class ReportArgs:
     """Other runs, one or a list: their curves are drawn too, and their settings compared."""
     out: str | None = None
     """Page to write; null = report.html in the folder of the run or sweep."""
+    overwrite: bool = False
+    """Replace a file at out= that is no such page."""
     promote: str | None = None
     """Of a sweep: folder that the best run is exported to, as `cascade-train export from=<best run> out=…` does."""
     allow_any_target: bool = False
@@ -57,7 +60,8 @@ def report(args: ReportArgs) -> int:
     if results and args.against is not None:
         raise ConfigError(f"against={args.against}: is for the page of a run. That of a sweep has all its runs.")
     best = None if args.promote is None else best_run(args, results)
-    path = folder / pages.PAGE_NAME if args.out is None else Path(args.out)
+    path = folder / pages.PAGE_NAME if args.out is None else Path(args.out).expanduser()
+    check_output(path, "report", overwrite=args.overwrite)
     against = [run_named("against", each) for each in listed(args.against)]
     if results:
         data = sweep_data(folder, results)

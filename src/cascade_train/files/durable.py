@@ -59,7 +59,7 @@ def replacing(path: Path, *, racing: bool = False, durable: bool = True) -> Iter
 
 def remove_abandoned(folder: Path) -> None:
     """Remove from a folder what killed writers left in it, files and folders: what nobody wrote to for a day."""
-    for left in folder.glob(f"{_PARTIAL}*"):
+    for left in folder.glob(f"{_PARTIAL}-{'[0-9a-f]' * 8}*"):
         with suppress(OSError):
             if left.stat().st_mtime < time.time() - _DAY:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()

@@ -24,6 +24,7 @@ from huggingface_hub.utils import _http, parse_ratelimit_headers, tqdm
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import replacing
+from cascade_train.files.output import RECORD
 from cascade_train.redaction import LONGEST_NAME, shortened
 
 _SOURCE = re.compile(r"(?!.*\.\.)(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<inside>[\w./-]+))?")
@@ -333,7 +334,11 @@ def push_folder(folder: Path, repo: str, *, private: bool, names: Sequence[str])
         api = huggingface_hub.HfApi()
         url = api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(
-            repo_id=repo, folder_path=folder, allow_patterns=list(names), commit_message="Upload by cascade-train"
+            repo_id=repo,
+            folder_path=folder,
+            allow_patterns=list(names),
+            ignore_patterns=f"*{RECORD}",
+            commit_message="Upload by cascade-train",
         )
     except Exception as error:  # of the client or the network
         first = (str(error).splitlines() or [""])[0]

@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from cascade_train.engine.power_function import solve
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import write_durably
 from cascade_train.files.hub import push_folder
+from cascade_train.files.output import EXPORTER, check_output
 from cascade_train.files.run_folder import EXPORT, EXPORTED, exported_step
 from cascade_train.files.untrusted import read_regular
 from cascade_train.models.family import Family
@@ -54,20 +56,24 @@ CASCADE_SCHEDULER = "DDPMWuerstchenScheduler"
 """The one that diffusers' pipelines of the cascade sample with."""
 
 
-def check_replaceable(out: Path, formats: Sequence[str], *, of_run: bool) -> None:
-    """Raise a ConfigError where an export would replace what none has written; an export has its card."""
-    card, parts = out / CARD, [name for family in families() for name in family.uses]
-    patterns = [
-        files[name] for files in (NETWORK_FILES, LORA_FILES, {COMBINED: COMBINED}) for name in formats if name in files
-    ]
-    names = [CARD, SAMPLES, *(pattern.format(part=part) for pattern in patterns for part in parts)]
-    names += [CONFIG_NAME, *parts] if of_run else []
+def check_replaceable(
+    out: Path, formats: Sequence[str], *, of_run: bool, is_own: bool, overwrite: bool, inputs: Sequence[str]
+) -> None:
+    """Raise a ConfigError where an export would replace what none has written.
+
+    Those beside the weights are known by the card. `is_own`: the folder is that of a run for its export.
+    """
+    check = partial(check_output, command=EXPORTER, overwrite=overwrite)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={out} is a file. Give the folder to write into.")
-    if card.is_file() and b"\n- cascade_train\n" in read_regular(card):  # a tag of its front matter
-        return
-    if lost := [name for name in names if (out / name).exists()]:
-        raise ConfigError(f"out={out} has {lost[0]}, which would be replaced. Give another folder.")
+    card, parts = out / CARD, [name for family in families() for name in family.uses]
+    known = NETWORK_FILES | LORA_FILES | {COMBINED: COMBINED}
+    names = {known[name].format(part=part) for name in formats for part in parts} | {*(parts if of_run else ())}
+    for path in [out / name for name in names]:
+        check(path, is_folder=path.suffix != ".safetensors", inputs=inputs)
+    has_card = card.is_file() and b"\n- cascade_train\n" in read_regular(card)  # a tag of its front matter
+    for path in [] if is_own or has_card else [card, out / SAMPLES, *([out / CONFIG_NAME] if of_run else ())]:
+        check(path)
 
 
 def export_run(
@@ -354,7 +360,7 @@ def merge(
     state = load_state(network, source, dtype=DTYPES.get(dtype or ""), key="from")
     merge_all(network, state, loras, strengths, key="lora", module_filters=module_filters)
     format = "original" if out.suffix == ".safetensors" else "diffusers"
-    _print_error(out, save_network(network.family, state, config, out, format=format))
+    _print_error(out, save_network(network.family, state, config, out, format=format, command="merge"))
 
 
 def _print_error(path: Path, error: float) -> None:

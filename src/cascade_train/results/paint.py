@@ -31,7 +31,7 @@ from cascade_train.data.decoding.decode import to_rgb
 from cascade_train.distributed.parallelize import evaluating
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.engine.sampling import compose_grid, to_images
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, RunError, unwritten
 from cascade_train.files.untrusted import PICTURE_BYTES, open_regular
 from cascade_train.results.find import TrainedModel
 from cascade_train.tasks.base import Draws, Guide
@@ -59,13 +59,21 @@ def batches_of(prompts: Sequence[str], files: GuideFiles, *, count: int, batch_s
         yield PromptBatch(captions=captions, numbers=numbers, guide=files.guide(chosen, numbers))
 
 
-def write_images(images: list[Image.Image], prompts: Sequence[str], folder: Path) -> None:
-    """Write images by the numbers of their prompts, and a grid of them all."""
-    count = len(images) // len(prompts)
-    for place, image in enumerate(images):
-        image.save(folder / f"{place // count:02d}_{place % count:02d}.png")
+def write_images(images: list[Image.Image], prompts: Sequence[str], folder: Path) -> tuple[Path, Path]:
+    """Write `<prompt>_<image>.png` and a grid, numbered on from what is in the folder; return first image and grid."""
+    count, taken = len(images) // len(prompts), folder.glob("[0-9]*_[0-9]*.png")
+    start = 1 + max((int(path.name.partition("_")[0]) for path in taken), default=-1)
+    paths = [folder / f"{start + i // count:02d}_{i % count:02d}.png" for i in range(len(images))]
+    grid = folder / ("grid.png" if start == 0 else f"grid_{start:02d}.png")
     columns = {f"image {number}": images[number::count] for number in range(count)}
-    compose_grid(prompts, columns).save(folder / "grid.png")
+    pictures = dict(zip(paths, images, strict=True)) | {grid: compose_grid(prompts, columns)}
+    try:
+        for path, picture in pictures.items():
+            with path.open("xb") as file:
+                picture.save(file, format="png")
+    except OSError as error:
+        raise RunError(f"{unwritten(path, error)}. Choose another out.") from error
+    return paths[0], grid
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,8 +53,10 @@ def test_a_file_system_that_cannot_sync_directories_is_no_error(tmp_path, monkey
 
 
 def test_what_a_killed_writer_left_is_removed_after_a_day(tmp_path):
-    for name in ("old", "new"):
-        (tmp_path / f".partial-{name}.npz").touch()
-    os.utime(tmp_path / ".partial-old.npz", times=(time.time(), time.time() - 25 * 3600))
+    old, new, own = (tmp_path / f".partial-{name}" for name in ("0123abcd.npz", "4567abcd.npz", "downloads"))
+    for path in (old, new, own):
+        path.touch()
+    for path in (old, own):
+        os.utime(path, times=(time.time(), time.time() - 25 * 3600))
     remove_abandoned(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [".partial-new.npz"]
+    assert {*tmp_path.iterdir()} == {new, own}

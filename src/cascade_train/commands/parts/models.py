@@ -155,6 +155,8 @@ class WeightsArgs:
     """bf16 or fp32 for the weights that are written; null = as they are. Sums are fp32."""
     allow_any_target: bool = False
     """Build whatever classes the run's configuration names, as for components of your own; trust it first."""
+    overwrite: bool = False
+    """Replace files at out= that this command did not write; others in a folder are never touched."""
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "bf16", "fp32"):

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from PIL.Image import Image
 
 from cascade_train.commands.evaluate import EvaluateArgs, judged
-from cascade_train.commands.generate import GenerateArgs, painted
+from cascade_train.commands.generate import GenerateArgs, sampled
 from cascade_train.commands.parts.command_line import filled
 from cascade_train.commands.plan import PlanArgs, checked, planned
 from cascade_train.commands.train import train as train_command
@@ -197,7 +197,7 @@ def generate(source: str | Path | Run, prompts: str | Sequence[str] = (), **opti
     out = options.pop("out", None)
     with settings_kept(), _explained():
         args = filled(GenerateArgs, _arguments(source, prompts, options).items())
-        return painted(args, None if out is None else str(out))
+        return sampled(args, None if out is None else str(out))[0]
 
 
 @called_rightly

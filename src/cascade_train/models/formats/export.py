@@ -6,7 +6,6 @@ Takes plain state dicts, gathered from their shards, on one process. Must not li
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from cascade_train.errors import RunError, unwritten
-from cascade_train.files.durable import replacing
+from cascade_train.files import output
+from cascade_train.files.output import EXPORTER, MARK
 from cascade_train.models.family import Family
 from cascade_train.models.formats.weights import copy_to, open_weights
 
@@ -46,6 +46,7 @@ def model_spec(own: Mapping[str, str], title: str, *, is_lora: bool) -> dict[str
         "modelspec.sai_model_spec": "1.0.1",
         "modelspec.architecture": f"{architecture}/lora" if is_lora else architecture,
         "modelspec.title": title,
+        MARK: EXPORTER,
     }
 
 
@@ -78,9 +79,15 @@ def on_host(module: nn.Module, dtype: torch.dtype, state: Mapping[str, Tensor] |
 
 
 def save_network(
-    family: Family, state: Mapping[str, Tensor], config: Mapping[str, Any], out: Path, *, format: str
+    family: Family,
+    state: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    out: Path,
+    *,
+    format: str,
+    command: str = EXPORTER,
 ) -> float:
-    """Write a denoising network's weights alone, replacing `out`; return the largest relative difference.
+    """Write a denoising network's weights alone as a command's output; return the largest relative difference.
 
     `state` is the whole state dict with diffusers' keys, on the host, in the dtype to be written. `format`: "diffusers"
     makes a folder, "original" a file that ends in `.safetensors`, which not every family has (ConfigError). A RunError
@@ -88,11 +95,11 @@ def save_network(
     """
     stored_state = family.original_state(state) if format == "original" else {}
     network, predict = build_plain_network(family, config, state), partial(fixed_prediction, family)
-    with (replaced_directory if format == "diffusers" else replaced_file)(out) as place:
+    with replaced_directory(out, command) if format == "diffusers" else replaced_file(out) as place:
         if format == "diffusers":
             network.save_pretrained(place)
         else:
-            save_file(stored_state, place, metadata={"format": "pt"})
+            save_file(stored_state, place, metadata={"format": "pt", MARK: command})
         layout = family.layout(config)
         with open_weights(str(place), key="export", layout=layout) as tensors:  # mapped into memory, not copied
             stored = dict(tensors.items())
@@ -173,29 +180,19 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """Yield a file name beside `path` that takes its place when the block succeeds; a RunError if it fails."""
+    """As `output.replaced_file`, with a RunError if the file cannot be written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as partial:
-            yield partial
+        with output.replaced_file(path) as place:
+            yield place
     except (OSError, SafetensorError) as error:
         raise RunError(f"{unwritten(path, error)}. {NO_ROOM}") from error
 
 
 @contextmanager
-def replaced_directory(directory: Path) -> Iterator[Path]:
-    """Yield an empty folder that takes the place of `directory` when the block succeeds; a RunError if it fails."""
-    partial, old = (directory.with_name(f".{directory.name}.{suffix}") for suffix in ("partial", "old"))
-    shutil.rmtree(partial, ignore_errors=True)
+def replaced_directory(directory: Path, command: str = EXPORTER) -> Iterator[Path]:
+    """As `output.replaced_folder`, with a RunError if the folder cannot be written."""
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        shutil.rmtree(old, ignore_errors=True)
-        if directory.exists():
-            directory.rename(old)
-        partial.rename(directory)
+        with output.replaced_folder(directory, command) as place:
+            yield place
     except (OSError, SafetensorError) as error:
         raise RunError(f"{unwritten(directory, error)}. {NO_ROOM}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)

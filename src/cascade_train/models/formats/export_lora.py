@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.files.output import EXPORTER, MARK, remove_written
 from cascade_train.models.adapters.kinds import KINDS, by_module
 from cascade_train.models.family import Family
 from cascade_train.models.formats.export import (
@@ -99,18 +99,17 @@ def export_lora(
             header = {**metadata, **model_spec(own, title, is_lora=True)}
             write_keyed(place, lora, header, spelling=family.spelling(format, [*modules]))
         elif format == "original":
-            family.write_numbered_lora(place, lora, modules, metadata)
+            family.write_numbered_lora(place, lora, modules, {**metadata, MARK: EXPORTER})
         else:
-            write_single_file(place, lora, metadata)
+            write_single_file(place, lora, {**metadata, MARK: EXPORTER})
         expected = replace(lora, tokens={}) if keyed else lora
         found = read_lora(str(place), key="export", family=family, modules=modules)
         error = lora_error(expected, found, out)
     folder = out.with_name(f"{out.stem}.embeddings")
     if keyed and not lora.tokens:
-        shutil.rmtree(folder, ignore_errors=True)  # of other adapters
+        remove_written(folder, EXPORTER)  # of other adapters
     elif keyed:
         with replaced_directory(folder) as place:
-            place.rmdir()
             (write_token_files if family.lora_root is None else write_embeddings)(place, lora)
     return error
 

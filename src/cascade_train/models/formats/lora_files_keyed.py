@@ -54,8 +54,7 @@ def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, sp
 
 
 def write_token_files(folder: Path, lora: StoredLora) -> None:
-    """Write each trained token into `folder`, as an embedding that ComfyUI finds by file name."""
-    folder.mkdir()
+    """Write each trained token into an existing folder, as an embedding that ComfyUI finds by file name."""
     tokens = next(iter(lora.tokens.values()))
     files = token_files(tokens.strings)
     for string, row in zip(tokens.strings, tokens.rows, strict=True):
@@ -71,7 +70,7 @@ def write_embeddings(folder: Path, lora: StoredLora) -> None:
     first = next(iter(lora.tokens.values()))
     new = [name for name, is_new in zip(first.strings, first.is_new, strict=True) if is_new]
     if new:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
     files = token_files(new)
     for token in new:
         if len(rows) == 1:
