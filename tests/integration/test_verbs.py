@@ -114,7 +114,7 @@ def test_arguments_out_of_range_are_refused(
 
 def test_a_file_in_the_place_of_the_folder_is_refused(base: Path, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(ConfigError, match="cannot be a folder: File exists. Choose another"):
+    with pytest.raises(ConfigError, match="is a file, and a folder is written"):
         generate(base, tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
 

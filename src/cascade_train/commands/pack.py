@@ -33,6 +33,8 @@ class PackArgs:
     """How the tars' names begin; null = as the folder is called, dots and wildcards as underscores."""
     seed: int | None = None
     """Order of the samples: a number mixes them, so that every tar holds a bit of everything; null = by name."""
+    overwrite: bool = False
+    """Replace tars of the same names."""
     caption_from: str = "file_or_name"
     """file_or_name, file or name: a text file beside each picture, or its name up to the first underscore."""
 
@@ -51,7 +53,7 @@ def pack(args: PackArgs) -> int:
     of_folder = _IN_NO_NAME.sub("_", Path(args.folder).expanduser().resolve().name)
     name = of_folder if args.name is None else args.name
     try:
-        options = {key: getattr(args, key) for key in ("caption_from", "samples_per_shard", "seed")}
+        options = {key: getattr(args, key) for key in ("caption_from", "samples_per_shard", "seed", "overwrite")}
         packed = packing.pack(args.folder, Path(args.out), name=name, **options)
     except OSError as error:
         raise RunError(f"out={args.out}: {error}") from error

@@ -27,6 +27,8 @@ class ShapesArgs:
     """Pictures in one tar."""
     image_size: int = 96
     """Side of a picture in pixels."""
+    overwrite: bool = False
+    """Replace tars of the same names."""
     seed: int = 0
     """Which pictures; another seed draws others."""
 
@@ -48,7 +50,7 @@ def write_shapes(args: ShapesArgs) -> list[Path]:
         )
     except ValueError as error:
         raise ConfigError(str(error).replace("data.", "")) from error
-    return drawn.write_tars(source, Path(args.out), args.samples_per_shard)
+    return drawn.write_tars(source, Path(args.out), args.samples_per_shard, overwrite=args.overwrite)
 
 
 def shapes(args: ShapesArgs) -> int:

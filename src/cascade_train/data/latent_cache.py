@@ -29,6 +29,7 @@ from cascade_train.data.tar.members import write_tar
 from cascade_train.data.tar.storage import LocalFiles
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import replacing, write_durably
+from cascade_train.files.output import check_unused
 from cascade_train.files.untrusted import load_mapping, open_regular, parsing
 
 FORMAT = 1
@@ -92,6 +93,7 @@ def write_manifest(
             remedy = "put it back, or make the units of changed samples again"
             refuse_changed(f"out={folder}", index, then, on_change, remedy)
             return other, set((changed_rows(index, then) // manifest.unit_samples).tolist())
+        check_unused(folder, INDEX, MANIFEST)
         with replacing(folder / INDEX, racing=True) as partial:
             arrays: dict[str, Any] = {"table": index.table, "keys": index.keys, "shards": np.array(index.shards)}
             np.savez(partial, **arrays | ({} if index.split_by is None else {"split_by": index.split_by}))

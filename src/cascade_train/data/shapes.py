@@ -237,11 +237,15 @@ _POLYGONS: dict[str, list[tuple[float, float]]] = {
 }
 
 
-def write_tars(source: Shapes, out: Path, samples_per_shard: int) -> list[Path]:
-    """Write the tars `shapes-000000.tar`, ... into a folder without any, and return their paths."""
+def write_tars(source: Shapes, out: Path, samples_per_shard: int, *, overwrite: bool = False) -> list[Path]:
+    """Write the tars `shapes-000000.tar`, ... into a folder without others of the kind; return their paths."""
     out.mkdir(parents=True, exist_ok=True)
-    if any(out.glob("shapes-*.tar")):
-        raise ConfigError(f"out={out} holds shapes-*.tar already: remove them or choose another folder")
+    count = -(-source.samples // samples_per_shard)
+    there = {path.name for path in out.glob("shapes-*.tar")}
+    if there and not overwrite:
+        raise ConfigError(f"out={out} holds shapes-*.tar: choose another folder, or replace them by overwrite=true")
+    if left := sorted(there - {f"shapes-{number:06d}.tar" for number in range(count)}):
+        raise ConfigError(f"out={out}: {left[0]} would stay beside {count} new tars; remove it")
 
     def encoded(row: int) -> dict[str, Any]:
         scene, caption, picture = source.draw(row)

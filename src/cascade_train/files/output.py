@@ -75,6 +75,13 @@ def check_output(
         )
 
 
+def check_unused(folder: Path, *own: str) -> None:
+    """Refuse a folder that a command is to fill which holds other files than its `own`; hidden ones do not count."""
+    others = sorted(path.name for path in folder.iterdir() if path.name not in own and not path.name.startswith("."))
+    if others:
+        raise ConfigError(f"out={folder} holds {others[0]}, which this command did not write. Name another out=.")
+
+
 def _reads(given: Path, path: Path, names: tuple[str, ...]) -> bool:
     is_named = given.parent == path and any(fnmatch(given.name, name) for name in names)
     return path.samefile(given) or given in path.parents or is_named

@@ -66,9 +66,9 @@ def check_replaceable(
     check = partial(check_output, command=EXPORTER, overwrite=overwrite)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={out} is a file. Give the folder to write into.")
-    card, parts = out / CARD, [name for family in families() for name in family.uses]
-    known = NETWORK_FILES | LORA_FILES | {COMBINED: COMBINED}
-    names = {known[name].format(part=part) for name in formats for part in parts} | {*(parts if of_run else ())}
+    card, known = out / CARD, NETWORK_FILES | LORA_FILES | {COMBINED: COMBINED}
+    names = {known[name].format(part=part) for family in families() for part in family.parts for name in formats}
+    names |= {name for family in families() for name in family.uses if of_run}
     for path in [out / name for name in names]:
         check(path, is_folder=path.suffix != ".safetensors", inputs=inputs)
     has_card = card.is_file() and b"\n- cascade_train\n" in read_regular(card)  # a tag of its front matter

@@ -207,7 +207,7 @@ def test_samples_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.Captu
     write(tmp_path / "b.png", b"no picture")
     write(tmp_path / "t.csv", b'image,text\na.png,first\na.png," "\nb.png,one\nb.png,two\n')
     columns = ("data=csv", f"data.path={tmp_path / 't.csv'}", "data.caption_column=text")
-    inspected(page, *columns, f"quarantine={listed}", "faults=[unreadable,duplicates,empty]")
+    inspected(page, *columns, f"quarantine={listed}", "faults=[unreadable,duplicates,empty]", "overwrite=true")
     text = capsys.readouterr().out
     assert "1 captions are empty: t.csv:a.png (its" in text
     assert "the content of another" not in text
@@ -285,5 +285,5 @@ def test_a_picture_or_caption_is_not_overwritten(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     Path("dog.txt").write_text("a dog")
     assert launch(["inspect", *SMALL, "data=shapes", f"{key}=dog.txt"]) == 2
-    assert f"{key}=dog.txt would overwrite that file" in capfd.readouterr().err
+    assert f"{key}=dog.txt exists" in capfd.readouterr().err
     assert Path("dog.txt").read_text() == "a dog"

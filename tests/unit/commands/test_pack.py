@@ -89,8 +89,11 @@ def test_tars_that_are_there_are_left_alone(pictures: Path, tmp_path: Path, caps
     assert launch(["pack", f"folder={pictures}", f"out={tmp_path}", "name=set"]) == 2
     assert launch(["pack", f"folder={tmp_path / 'none'}", f"out={tmp_path / 'new/deep'}"]) == 2
     assert not (tmp_path / "new").exists()
-    assert "holds set-*.tar already: remove them, or choose another folder or name" in capsys.readouterr().err
+    assert "holds set-*.tar: choose another folder or name, or replace by overwrite=true" in capsys.readouterr().err
+    assert launch(["pack", f"folder={pictures}", f"out={tmp_path}", "name=set", "overwrite=true"]) == 2
+    assert "set-000007.tar would stay beside 1 new tars; remove it" in capsys.readouterr().err
     assert [path.name for path in tmp_path.glob("*.tar")] == ["set-000007.tar"]
+    assert launch(["pack", f"folder={pictures}", f"out={tmp_path / 'more'}", "name=set", "overwrite=true"]) == 0
 
 
 def test_what_reads_back_differently_never_counts(
@@ -113,7 +116,7 @@ def test_brackets_of_a_folder_are_no_wildcards(tmp_path: Path, capsys: pytest.Ca
     write(tmp_path / "set [1] {a,b}/a.png", tars.picture())
     for code in (0, 2):
         assert launch(["pack", f"folder='{tmp_path}/set [1] {{a,b}}'", f"out={tmp_path / 'out'}"]) == code
-    assert "holds set _1_ _a,b_-*.tar already" in capsys.readouterr().err
+    assert "holds set _1_ _a,b_-*.tar" in capsys.readouterr().err
 
 
 def test_repeats_are_lost_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

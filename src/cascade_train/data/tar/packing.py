@@ -57,6 +57,7 @@ def pack(
     caption_from: Literal["file_or_name", "file", "name"],
     samples_per_shard: int,
     seed: int | None,
+    overwrite: bool = False,
 ) -> Packed:
     """Write the pictures of a folder as tars `NAME-000000.tar`, ..., and read them back.
 
@@ -68,8 +69,9 @@ def pack(
     source = _Once(path=folder, caption_from=caption_from, metadata=True, index_dir=None, **_READ_IN_ORDER)
     made = [path for path in (out, *out.parents) if not path.exists()]
     out.mkdir(parents=True, exist_ok=True)
-    if any(re.fullmatch(rf"{re.escape(name)}-\d+\.tar", path.name) for path in out.iterdir()):
-        raise ConfigError(f"out={out} holds {name}-*.tar already: remove them, or choose another folder or name")
+    there = {path.name for path in out.iterdir() if re.fullmatch(rf"{re.escape(name)}-\d+\.tar", path.name)}
+    if there and not overwrite:
+        raise ConfigError(f"out={out} holds {name}-*.tar: choose another folder or name, or replace by overwrite=true")
     unfinished = out / f"{UNFINISHED}{name}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
@@ -81,6 +83,8 @@ def pack(
             tars.append(write_tar(unfinished / f"{name}-{len(tars):06d}.tar", of_tar))
         if not tars:
             raise ConfigError(f"folder={folder}: no picture can be read: {left_out[0][1]}")
+        if left := sorted(there - {tar.name for tar in tars}):
+            raise ConfigError(f"out={out}: {left[0]} would stay beside {len(tars)} new tars; remove it")
         check_tars(tars, digests)
         moved = tuple(tar.rename(out / tar.name) for tar in tars)
         return Packed(tars=moved, samples=len(digests), left_out=tuple(left_out))

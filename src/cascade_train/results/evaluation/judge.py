@@ -21,6 +21,7 @@ from cascade_train.distributed.process_group import World
 from cascade_train.engine.run.lock import RunLock
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
+from cascade_train.files.output import check_unused
 from cascade_train.files.run_folder import make_folder
 from cascade_train.files.untrusted import load_mapping
 from cascade_train.models.formats.weights_source import local_path
@@ -334,4 +335,6 @@ def claim(out: Path, settings: Mapping[str, Any], *, run: Path | None = None) ->
             )
         log.warning("%s: the run has saved this step again since; its pictures are made anew.", out)
         Folder(out).clear()
+    else:
+        check_unused(out)
     write_durably(path, json.dumps({**settings, "run": owner}, indent=2) + "\n")
