@@ -76,7 +76,7 @@ def be_case(name: str, out: Path) -> None:
     from cascade_train.__main__ import launch
     from cascade_train.assembly.planning.allocations import Allocations
     from cascade_train.assembly.planning.memory import memory_of
-    from cascade_train.assembly.planning.rehearsal import AVERAGE, COPIES, ENCODERS, OPTIMIZER, WEIGHTS
+    from cascade_train.assembly.planning.memory_trace import AVERAGE, COPIES, ENCODERS, OPTIMIZER, WEIGHTS
     from cascade_train.engine.loop import Trainer
     from tests.unit.assembly.planning.test_memory import holdings
     from tests.unit.config.composing import checked

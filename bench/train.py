@@ -45,7 +45,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.soak import commit
 from bench.step import remembering
 from cascade_train.__main__ import launch
-from cascade_train.assembly.planning import fitting
+from cascade_train.assembly.planning import strategies
 from cascade_train.assembly.planning.devices import CONTEXT_BYTES, Budget
 from cascade_train.batch import Batch
 from cascade_train.engine.loop import Trainer
@@ -265,16 +265,16 @@ def main() -> int:
     parser.add_argument("overrides", nargs="+")
     args = parser.parse_args()
     found: dict[str, Any] = {}
-    choose = fitting.choose
+    choose = strategies.choose
 
-    def noted(cfg: DictConfig, budget: Budget) -> fitting.Choice:
+    def noted(cfg: DictConfig, budget: Budget) -> strategies.Choice:
         choice = choose(cfg, budget)
         if budget.on_cuda:
             # without what torch's allocator does not count; later choices are those that a warning proposes
             found.setdefault("computed_bytes", choice.bytes - CONTEXT_BYTES)
         return choice
 
-    fitting.choose = noted
+    strategies.choose = noted
 
     def instead(trainer: Trainer) -> None:
         found.update(

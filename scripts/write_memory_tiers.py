@@ -2,7 +2,7 @@
 
     python scripts/write_memory_tiers.py
 
-Computed by rehearsed steps, the tiers for one GPU and a global batch of 32; takes minutes. A test computes a part of it
+Computed by traced steps, the tiers for one GPU and a global batch of 32; takes minutes. A test computes a part of it
 anew.
 """
 
@@ -18,12 +18,13 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, Budget
-from cascade_train.assembly.planning.fitting import TIERS_GB, changed, choose
-from cascade_train.assembly.planning.memory import memory_of, over_ranks
-from cascade_train.assembly.planning.rehearsal import ENCODERS
+from cascade_train.assembly.planning.memory import changed, memory_of, over_ranks
+from cascade_train.assembly.planning.memory_trace import ENCODERS
+from cascade_train.assembly.planning.strategies import MICRO, choose
 from cascade_train.config.launch import compose_root
 from cascade_train.config.preflight import preflight
 
+TIERS_GB = (16, 24, 48, 80)
 README = Path(__file__).resolve().parents[1] / "README.md"
 PAGE = README.with_name("docs") / "memory.md"
 SCALE = PAGE.with_name("scale.md")
@@ -71,7 +72,6 @@ SHORT = {
     "train.master_weights": "bf16 weights",
     "train.base_weights": "8-bit base",
     "parallel.cpu_offload": "offload",
-    "checkpoint.asynchronous": "saves that wait",
 }
 """Savings, as the table has them."""
 
@@ -137,8 +137,8 @@ def cell(cfg: DictConfig, gb: int) -> str:
     choice = choose(changed(cfg, {"memory.budget_gb": float(gb)}), Budget(gb=float(gb)))
     if not choice.fits:
         return "-"
-    savings = ", ".join(SHORT[key] for key in choice.values)
-    return f"{savings}{'; ' if savings else ''}{choice.micro_batch_size} at a time, {choice.bytes / 1e9:.1f}"
+    savings = ", ".join(SHORT[key] for key in choice.values if key != MICRO)
+    return f"{savings}{'; ' if savings else ''}{choice.values[MICRO]} at a time, {choice.bytes / 1e9:.1f}"
 
 
 def lines() -> Iterator[str]:

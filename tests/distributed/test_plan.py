@@ -46,11 +46,11 @@ def runs(tmp_path_factory):
 def test_the_peak_of_a_split_step_is_within_a_tenth_of_the_computed_one(runs, name, monkeypatch):
     if "at_once" not in name:
         monkeypatch.setattr(sharded, "GATHERED_AT_ONCE_BYTES", 0)
-    monkeypatch.setattr(memory, "_REHEARSED", {})
+    monkeypatch.setattr(memory, "_TRACED", {})
     cfg = checked(*WIDE, *RUNS[name], ranks=2)
-    rehearsed, _ = memory_of(cfg, on_cuda=False)
+    whole, _ = memory_of(cfg, on_cuda=False)
     micro = cfg.train.micro_batch_size
-    computed = over_ranks(cfg, rehearsed, 2, machine_ranks=2, device_gb=math.inf).total(micro, 4 // micro)
+    computed = over_ranks(cfg, whole, 2, machine_ranks=2, device_gb=math.inf).total(micro, 4 // micro)
     peaks = notes(runs, name)
     assert len(peaks) == 2
     assert peaks == pytest.approx([computed, computed], rel=0.1)

@@ -1,6 +1,6 @@
 """What only a CUDA device can show: bf16 steps, no hidden waiting, exact resume, compiled units, Triton kernels.
 
-Each run is small. Its start rehearses a step on the meta device, to know what memory it needs; that step is left out.
+Each run is small. Its start traces a step on the meta device, to know what memory it needs; that step is left out.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from cascade_train.assembly.cache_identity import take_cache
 from cascade_train.assembly.components import Parts, build_component, build_parts, families
 from cascade_train.assembly.model import build_phases, record_weights, weight_specs
 from cascade_train.assembly.model_card import write_card
-from cascade_train.assembly.planning.fitting import fit
+from cascade_train.assembly.planning.strategies import fit
 from cascade_train.assembly.samples import build_sampling, build_validation, read_sample_prompts
 from cascade_train.config.arguments import free_keys, make_absolute
 from cascade_train.config.groups import chosen, typed_keys

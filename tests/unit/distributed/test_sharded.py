@@ -7,7 +7,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from cascade_train.assembly.components import build_parts
 from cascade_train.assembly.model import build_modules
-from cascade_train.assembly.planning.rehearsal import unloaded
+from cascade_train.assembly.planning.memory_trace import unloaded
 from cascade_train.distributed import parallelize as seam
 from cascade_train.distributed import sharded
 from cascade_train.distributed.parallelize import (

@@ -1,7 +1,7 @@
 """Record which storages are allocated during which operations, of real tensors or of ones on the meta device.
 
 Lives here: the record, bytes over time, and a cache of the shapes that operations on the meta device make. Must not
-live here: what runs meanwhile (rehearsal.py).
+live here: what runs meanwhile (memory_trace.py).
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -64,10 +66,24 @@ class Budget:
         """Bytes of host memory that a rank may fill beside a GPU."""
         return self.host_gb * 1e9 * HOST_USABLE
 
+    def may_set(self, key: str) -> bool:
+        """Whether the user set neither a key nor something in it, nor, of an optimizer, its group."""
+        blocking = {key, "optimizer"} if key.startswith("optimizer") else {key}
+        return not any(typed in blocking or typed.startswith(f"{key}.") for typed in self.kept)
+
     def usable_bytes(self, asked_gb: float | str | None = None) -> float:
         """Return the bytes that a run may fill of each device, or of `memory.budget_gb`."""
         gb = self.gb if asked_gb is None or isinstance(asked_gb, str) else asked_gb
         return gb * 1e9 * (USABLE if self.on_cuda else HOST_USABLE)
+
+
+def free_gb(device: torch.device, machine_ranks: int) -> tuple[float, float]:
+    """A rank's free GB on its device, and on its host beside a GPU."""
+    host = free_host_bytes() / machine_ranks / 1e9
+    if device.type != "cuda":
+        return host, math.inf
+    free, whole = torch.cuda.mem_get_info(device)
+    return min(whole, free + CONTEXT_BYTES) / 1e9, host
 
 
 def free_host_bytes() -> int:

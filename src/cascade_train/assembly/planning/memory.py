@@ -1,7 +1,7 @@
-"""The memory of one rank, by label, for any micro-batch size and number of ranks, from rehearsed steps.
+"""The memory of one rank, by label, for any micro-batch size and number of ranks, from traced steps.
 
 After each operation of a step, memory is affine in the micro-batch: the operations are the same, and each makes tensors
-with or without a batch dimension. Two rehearsed sizes therefore give it for all sizes, and its peak.
+with or without a batch dimension. Two traced sizes therefore give it for all sizes, and its peak.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import bisect
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from cascade_train.assembly.cache_identity import take_cache
 from cascade_train.assembly.components import Parts, build_component, build_parts
-from cascade_train.assembly.planning.devices import CONTEXT_BYTES
-from cascade_train.assembly.planning.rehearsal import (
+from cascade_train.assembly.planning.devices import CONTEXT_BYTES, Budget
+from cascade_train.assembly.planning.memory_trace import (
     ACTIVATIONS,
     AVERAGE,
     BATCH,
@@ -31,8 +32,8 @@ from cascade_train.assembly.planning.rehearsal import (
     OPTIMIZER,
     WEIGHTS,
     Curves,
-    Rehearsed,
-    rehearse,
+    MemoryTrace,
+    trace_steps,
     unloaded,
 )
 from cascade_train.batch import Batch
@@ -45,10 +46,10 @@ from cascade_train.filters.base import CONTROL
 from cascade_train.tasks.controlnet import ControlNet
 
 SIZES = (2, 3)
-"""Micro-batches that are rehearsed: a batch of 1 would take other ways through some operations."""
+"""Micro-batches that are traced: a batch of 1 would take other ways through some operations."""
 
-_REHEARSED: dict[str, tuple[Memory, Rehearsed]] = {}
-"""Rehearsals of this process by configuration: a choice and a sweep repeat them."""
+_TRACED: dict[str, tuple[Memory, MemoryTrace]] = {}
+"""Traces of this process by configuration: a choice and a sweep repeat them."""
 
 STATE = (WEIGHTS, GRADIENTS, OPTIMIZER, AVERAGE)
 """What is split where weights are."""
@@ -125,6 +126,13 @@ class Memory:
         return None
 
 
+def layout_of(cfg: DictConfig, budget: Budget) -> Memory:
+    """Memory of a rank of a checked configuration, over the ranks of a budget."""
+    memory, _ = memory_of(cfg, on_cuda=budget.on_cuda)
+    device_gb = budget.gb if budget.on_cuda else math.inf  # it decides the mode, not what a user asks for
+    return over_ranks(cfg, memory, budget.ranks, machine_ranks=budget.machine_ranks, device_gb=device_gb)
+
+
 def over_ranks(cfg: DictConfig, memory: Memory, ranks: int, *, machine_ranks: int, device_gb: float) -> Memory:
     """Return a rank's memory when the run's mode shards the weights over this many ranks."""
     mode, memory = cfg.parallel.mode.value, dataclasses.replace(memory, copies=-(-memory.copies // ranks))
@@ -142,20 +150,20 @@ def over_ranks(cfg: DictConfig, memory: Memory, ranks: int, *, machine_ranks: in
     return dataclasses.replace(memory, fixed={**memory.fixed, **sent}).over(1)
 
 
-def memory_of(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, Rehearsed]:
-    """Rehearse a checked configuration; return the memory of a single rank, and the steps."""
+def memory_of(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, MemoryTrace]:
+    """Trace a checked configuration; return the memory of a single rank, and the trace."""
     bare = unloaded(cfg)
     is_cached = class_constant(cfg.data._target_, "is_cache")
     plain = to_plain(bare)
-    plain["parallel"] = plain["parallel"]["reshard_after_forward"]  # all else of it leaves a rehearsal as it is
+    plain["parallel"] = plain["parallel"]["reshard_after_forward"]  # all else of it leaves a trace as it is
     plain["memory"] = plain["train"]["micro_batch_size"] = None
     key = json.dumps([on_cuda, plain], default=str)
-    if is_cached or key not in _REHEARSED:
+    if key not in _TRACED:
         parts = build_parts(bare)
         batches = cached_batches(cfg, parts, SIZES) if is_cached else [blank_batch(bare, parts, n) for n in SIZES]
-        steps = rehearse(bare, parts, batches, on_cuda=on_cuda)
-        _REHEARSED[key] = between(steps, sizes=SIZES), steps
-    memory, steps = _REHEARSED[key]
+        steps = trace_steps(bare, parts, batches, on_cuda=on_cuda)
+        _TRACED[key] = between(steps, sizes=SIZES), steps
+    memory, steps = _TRACED[key]
     on_host, fixed = set(STATE) if cfg.parallel.cpu_offload else set[str](), memory.fixed
     if cfg.ema.device is not None and not on_host and AVERAGE in fixed:
         on_host = {AVERAGE}
@@ -173,6 +181,19 @@ def _with_weights(cfg: DictConfig) -> float:
     """
     averages = [count for count in (int(cfg.ema.decay is not None), len(cfg.ema.post_hoc or ())) if count]
     return 1.0 + len(averages) / sum(averages)
+
+
+def changed(cfg: DictConfig, values: Mapping[str, Any]) -> DictConfig:
+    """Copy of a configuration with other values, nodes as a whole."""
+    cfg = cfg.copy()
+    for key, value in values.items():
+        OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+    return cfg
+
+
+def divisors(count: int) -> list[int]:
+    """Numbers that divide another, the smallest first."""
+    return [size for size in range(1, count + 1) if count % size == 0]
 
 
 def blank_batch(cfg: DictConfig, parts: Parts, size: int) -> Batch:
@@ -210,7 +231,7 @@ class WorstCaseBatch(Batch):
         return torch.full((len(self),), 1.0 - 1e-6 if purpose == "shrink" else 0.0)
 
 
-def between(steps: Rehearsed, *, sizes: tuple[int, int]) -> Memory:
+def between(steps: MemoryTrace, *, sizes: tuple[int, int]) -> Memory:
     """Return the memory that follows from two micro-batches, by the moments that both have.
 
     All of them, unless something is done sample by sample: then those before and after it, and its peak.

@@ -1,6 +1,6 @@
 """What `cascade-train plan` reports: parameters, memory, length, time and disk of a run, and warnings.
 
-Must not live here: how memory is computed (memory.py, rehearsal.py).
+Must not live here: how memory is computed (memory.py, memory_trace.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, SIZES_GB, TF32_SHARE, USABLE, Budget, as_gb
-from cascade_train.assembly.planning.fitting import changed, choose, divisors, is_asked, names_of, nothing_fits, remedy
-from cascade_train.assembly.planning.memory import Memory, over_ranks
+from cascade_train.assembly.planning.memory import Memory, changed, divisors, memory_of, over_ranks
 from cascade_train.assembly.planning.samples import Samples, look
+from cascade_train.assembly.planning.strategies import choose, too_large
 from cascade_train.config.groups import typed_keys
 
 RANKS = (1, 2, 4, 8)
@@ -51,7 +51,7 @@ class Plan:
         ranks: of the run.
         checkpoint_bytes: of one checkpoint.
         checkpoints: that stay.
-        disk_bytes: of these; without `checkpoint.keep_optimizer`, older ones are smaller.
+        disk_bytes: of these.
         export_bytes: of what trained.
         warnings: sentences.
         chosen: what `memory` chose.
@@ -149,26 +149,26 @@ ASSUMPTIONS = (
 def make_plan(cfg: DictConfig, *, ranks: int, device: str, opens_data: bool) -> Plan:
     """Return the plan of a checked configuration on a number of ranks of a device."""
     samples = look(cfg, ranks=ranks) if opens_data else Samples(notes=["not opened"])
-    gb, asked = DEVICES[device].gb, cfg
+    gb = DEVICES[device].gb
     budget = Budget(gb=gb, ranks=ranks, machine_ranks=min(ranks, MACHINE_RANKS), kept=typed_keys())
     choice = choose(cfg, budget)
-    chosen = None if cfg.memory.budget_gb is None else f"memory={cfg.memory.budget_gb} chose {names_of(choice.values)}"
-    cfg = changed(cfg, {**choice.values, "train.micro_batch_size": choice.micro_batch_size})
-    memory, steps = choice.whole, choice.steps
+    chosen = None if cfg.memory.budget_gb is None else f"memory={cfg.memory.budget_gb} chose {choice}"
+    warnings = [] if choice.fits else [too_large(cfg, choice, budget)]
+    cfg = changed(cfg, choice.values)
+    memory, trace = memory_of(cfg)
     batch, given = cfg.train.global_batch_size, cfg.train.micro_batch_size
     micro = {n: size for n in sorted({*RANKS, ranks}) if (size := _micro(batch, given, n))}
     layouts = {n: over_ranks(cfg, memory, n, machine_ranks=min(n, MACHINE_RANKS), device_gb=gb) for n in micro}
     peaks = {n: layouts[n].peak(size, batch // n // size) for n, size in micro.items()}
     every = _between_saves(cfg, samples)
     newest, older = _kept(changed(cfg, {"checkpoint.every_steps": every}), _steps(cfg, samples))
-    older_bytes = steps.checkpoint_bytes if cfg.checkpoint.keep_optimizer else steps.weights_bytes
     tflops = DEVICES[device].tflops * (1.0 if cfg.train.precision.value == "bf16" else TF32_SHARE)
-    per_step = (steps.flops * batch / ranks + steps.update_flops) / (tflops * 1e12 * ASSUMED_MFU)
+    per_step = (trace.flops * batch / ranks + trace.update_flops) / (tflops * 1e12 * ASSUMED_MFU)
     found = Plan(
         title=f"{cfg.run.name}: {_name(cfg.task)} of {_name(cfg.model)}, {cfg.model.image_size} px,"
         f" {cfg.train.precision.value}, parallel={cfg.parallel.mode.value}"
         + (", activation_checkpointing" if cfg.activation_checkpointing else ""),
-        parameters=steps.parameters,
+        parameters=trace.parameters,
         memory=peaks,
         micro_batch_size=micro,
         fits=layouts[ranks].largest(budget.usable_bytes(), divisors(batch // ranks), batch // ranks),
@@ -176,25 +176,20 @@ def make_plan(cfg: DictConfig, *, ranks: int, device: str, opens_data: bool) -> 
         steps=_steps(cfg, samples),
         global_batch_size=batch,
         samples=samples,
-        tflop=steps.flops / 1e12,
+        tflop=trace.flops / 1e12,
         seconds_per_step=per_step,
         device=device,
         tflops=tflops,
         ranks=ranks,
-        checkpoint_bytes=steps.checkpoint_bytes,
+        checkpoint_bytes=trace.checkpoint_bytes,
         checkpoints=newest + older,
-        disk_bytes=newest * steps.checkpoint_bytes + older * older_bytes,
-        export_bytes=steps.export_bytes,
+        disk_bytes=(newest + older) * trace.checkpoint_bytes,
+        export_bytes=trace.export_bytes,
         warnings=(),
         chosen=chosen,
         host_bytes=layouts[ranks].host_bytes(),
     )
-    need = sum(peaks[ranks].values())
-    too_large = [nothing_fits(asked, choice, budget)] if is_asked(asked) and not choice.fits else []
-    if not too_large and need > budget.usable_bytes():
-        what = f"{as_gb(need)} GB do not fit the {gb} GB of {device} at a micro-batch of {micro[ranks]}"
-        too_large = [f"{what}: {remedy(cfg, budget)}."]
-    warnings = [*too_large, *_warnings(cfg, found, every)]
+    warnings += _warnings(cfg, found, every)
     return dataclasses.replace(found, warnings=tuple(warnings))
 
 

@@ -22,7 +22,7 @@ from cascade_train.data.survey.report import Report
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.text_encoder import LONG_PIECES, TokenCounter, token_counter
 
-READ = 64
+READ = 32
 """Samples whose captions are read."""
 
 SHOWN = 6
@@ -153,10 +153,13 @@ def _lengths(cfg: DictConfig, part: Rows) -> dict[str, Any]:
             captions.append(part.source.captions_of(row)(part.source.read(row), generator))
         except (UnreadableSampleError, OSError):  # the run replaces it
             continue
-    tokens, most = _counter(encoder)(captions), _max_tokens(encoder)
+    most = _max_tokens(encoder)
+    unsure = [
+        caption for caption in captions if len("".join(caption.split()).encode()) > most - 2
+    ]  # a byte each at least
     return {
-        "long": sum(each > most for each in tokens),
-        "read": len(tokens),
+        "long": sum(tokens > most for tokens in _counter(encoder)(unsure)) if unsure else 0,
+        "read": len(captions),
         "max_tokens": most,
         "can_take_more": not encoder.get("long_captions"),
     }

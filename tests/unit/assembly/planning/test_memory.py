@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 from cascade_train.assembly.components import Parts, build_parts
 from cascade_train.assembly.planning.allocations import Allocations
 from cascade_train.assembly.planning.memory import Memory, between, blank_batch, memory_of
-from cascade_train.assembly.planning.rehearsal import (
+from cascade_train.assembly.planning.memory_trace import (
     AVERAGE,
     BATCH,
     COPIES,
@@ -25,8 +25,8 @@ from cascade_train.assembly.planning.rehearsal import (
     GRADIENTS,
     OPTIMIZER,
     WEIGHTS,
-    Rehearsed,
-    rehearse,
+    MemoryTrace,
+    trace_steps,
     unloaded,
 )
 from cascade_train.distributed import parallelize
@@ -96,9 +96,9 @@ class Splitting(Finetune):
         return replace(output, loss_B=torch.stack([loss.clone() for loss in output.loss_B]))
 
 
-def rehearsed(cfg: DictConfig, parts: Parts, *sizes: int) -> Rehearsed:
+def traced(cfg: DictConfig, parts: Parts, *sizes: int) -> MemoryTrace:
     cfg = unloaded(cfg)
-    return rehearse(cfg, parts, [blank_batch(cfg, parts, n) for n in sizes], on_cuda=False)
+    return trace_steps(cfg, parts, [blank_batch(cfg, parts, n) for n in sizes], on_cuda=False)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,10 @@ def rehearsed(cfg: DictConfig, parts: Parts, *sizes: int) -> Rehearsed:
 def test_two_micro_batches_tell_the_memory_of_others(own: tuple[str, ...]):
     """Also of Stage A, which looks up codes sample by sample, and of SD, which makes tables in its first step."""
     cfg = checked(*own)
-    steps = rehearsed(cfg, build_parts(unloaded(cfg)), 2, 3)
+    steps = traced(cfg, build_parts(unloaded(cfg)), 2, 3)
     memory = replace(between(steps, sizes=(2, 3)), context=0)
     for size, other in ((1, 4), (16, 32)):
-        curves = rehearsed(cfg, build_parts(unloaded(cfg)), size, other).curves[0]
+        curves = traced(cfg, build_parts(unloaded(cfg)), size, other).curves[0]
         assert memory.total(size) == pytest.approx(sum(curves.values()).max(), abs=5000)
     assert (steps.update_flops > steps.flops) == ("optimizer=muon" in own), "Muon multiplies matrices once a step"
 
@@ -124,10 +124,10 @@ def test_two_micro_batches_tell_the_memory_of_others(own: tuple[str, ...]):
 def test_a_class_of_the_user_s_own_may_go_through_samples_one_by_one():
     parts = build_parts(unloaded(cfg := checked("model=c_tiny", "task=finetune")))
     own = Splitting(**{name: getattr(parts.task, name) for name in ("cond_drop_prob", "image_keep_prob")})
-    steps = rehearsed(cfg, replace(parts, task=own), 2, 3)
+    steps = traced(cfg, replace(parts, task=own), 2, 3)
     assert len({len(operations) for operations in steps.operations}) == 2
     parts = replace(build_parts(unloaded(cfg)), task=own)
-    curves = rehearsed(cfg, parts, 8, 9).curves[0]
+    curves = traced(cfg, parts, 8, 9).curves[0]
     memory = replace(between(steps, sizes=(2, 3)), context=0)
     assert memory.total(8) == pytest.approx(sum(curves.values()).max(), abs=5000)
 
@@ -186,7 +186,7 @@ def test_what_begins_later_in_a_run_and_files_that_are_not_here_are_counted(mode
 
 
 @pytest.mark.parametrize(("option", "low", "high"), [("adafactor", 0.5, 3.5), ("prodigy", 16, 16.1)])
-def test_optimizers_that_read_a_value_are_rehearsed(option: str, low: float, high: float):
+def test_optimizers_that_read_a_value_are_traced(option: str, low: float, high: float):
     """Bytes for each trained weight: rows and columns; two moments, the first weights and a sum."""
     memory, steps = memory_of(checked("model=c_tiny", "task=lora", f"optimizer={option}", "lr_scheduler=constant"))
     trained = sum(trains for _, trains in steps.parameters.values())

@@ -1,4 +1,4 @@
-"""Build a run and take its own optimizer steps on torch's meta device: trace the allocations, and count FLOPs.
+"""Trace the allocations of a run's own optimizer steps on torch's meta device, and count FLOPs.
 
 Nothing is loaded or sent, and no tensor has memory. Must not live here: conclusions (memory.py).
 """
@@ -44,15 +44,15 @@ Trace = tuple[Curves, Sequence[Any], int]
 """Curves of a step, the operations that their moments follow, and its FLOPs."""
 
 LAST_STEP = 2**62
-"""Step that is rehearsed, for tasks that count."""
+"""Step that is traced, for tasks that count."""
 
 ON_HOST = ("keep_image_B",)
 """Fields of prepared batches that a loss reads on the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsed:
-    """Allocations and FLOPs of rehearsed steps on one rank.
+class MemoryTrace:
+    """Allocations and FLOPs of traced steps on one rank.
 
     Attributes:
         curves: of each step.
@@ -61,7 +61,7 @@ class Rehearsed:
         update_flops: of a step whatever its samples, such as an optimizer's.
         parameters: of each module, how many there are, and how many of them train.
         gathered: bytes that a rank gathers at once, where weights are split.
-        checkpoint_bytes: over all ranks; `weights_bytes` are those without the optimizer's state.
+        checkpoint_bytes: over all ranks.
         export_bytes: of the trained weights that are exported.
     """
 
@@ -72,11 +72,10 @@ class Rehearsed:
     parameters: Mapping[str, tuple[int, int]]
     gathered: int
     checkpoint_bytes: int
-    weights_bytes: int
     export_bytes: int
 
 
-def rehearse(cfg: DictConfig, parts: Parts, batches: Sequence[Batch], *, on_cuda: bool = True) -> Rehearsed:
+def trace_steps(cfg: DictConfig, parts: Parts, batches: Sequence[Batch], *, on_cuda: bool = True) -> MemoryTrace:
     """Take a step with each of two or more micro-batches of different sizes, on one rank with whole weights.
 
     `cfg` is from `unloaded`, `parts` are of it and not built yet. `on_cuda`: count what a CUDA device keeps; False =
@@ -105,21 +104,17 @@ def rehearse(cfg: DictConfig, parts: Parts, batches: Sequence[Batch], *, on_cuda
             return _summary(parts, run, [run.step(each) for each in prepared], [len(batch) for batch in batches])
 
 
-def _summary(parts: Parts, run: _RecordedRun, traces: Sequence[Trace], sizes: Sequence[int]) -> Rehearsed:
+def _summary(parts: Parts, run: _RecordedRun, traces: Sequence[Trace], sizes: Sequence[int]) -> MemoryTrace:
     small, large = (flops for *_, flops in traces[-2:])
     flops = (large - small) / (sizes[-1] - sizes[-2])
-    state = training_state(run.phases, parts.task)
-    optimizers = [each.pop("optimizer") for each in state["phases"].values()]
-    weights_bytes = _bytes(state)
-    return Rehearsed(
+    return MemoryTrace(
         curves=[curves for curves, *_ in traces],
         operations=[operations for _, operations, _ in traces],
         flops=flops,
         update_flops=large - sizes[-1] * flops,
         parameters=run.parameters,
         gathered=run.gathered,
-        checkpoint_bytes=weights_bytes + _bytes(optimizers),
-        weights_bytes=weights_bytes,
+        checkpoint_bytes=_bytes(training_state(run.phases, parts.task)),
         export_bytes=sum(map(_export_bytes, parts.task.exports().values())),
     )
 
