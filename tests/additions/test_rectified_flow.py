@@ -17,7 +17,7 @@ from cascade_train.__main__ import launch
 from cascade_train.diffusion.sampler import sample
 from cascade_train.distributed.process_group import process_group
 from cascade_train.results.find import find_model
-from cascade_train.results.paint import load_parts
+from cascade_train.results.sampling import load_parts
 from tests.integration.runs import cut_back, read_metrics
 from tests.unit.models import stages
 from tests.unit.models.stage_contract import StageContract

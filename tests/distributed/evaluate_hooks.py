@@ -13,7 +13,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from cascade_train.results import export
-from cascade_train.tasks.text_to_image import DiffusionPainter
+from cascade_train.tasks.text_to_image import DiffusionImageSampler
 
 WHOLE = 3
 """Pictures that are written before the kill; the next one is left in half."""
@@ -46,11 +46,11 @@ def see_no_checkpoint_but_on_rank_zero(out: Path) -> None:
 
 def note_samples(out: Path) -> None:
     """Append the captions of each call of a sampler to `<out>/sampled_<rank>`, with the shape of its latents."""
-    latents = DiffusionPainter.latents
+    latents = DiffusionImageSampler.latents
 
-    def noting(self: DiffusionPainter, captions: Any, *given: Any) -> Any:
+    def noting(self: DiffusionImageSampler, captions: Any, *given: Any) -> Any:
         with (out / f"sampled_{dist.get_rank()}").open("a") as notes:
             notes.write(f"{self.shape[0]} {'; '.join(captions)}\n")
         return latents(self, captions, *given)
 
-    DiffusionPainter.latents = noting  # type: ignore[method-assign]
+    DiffusionImageSampler.latents = noting  # type: ignore[method-assign]

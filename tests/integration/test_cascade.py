@@ -19,8 +19,8 @@ from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.config.saved import to_plain
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
-from cascade_train.results.paint import Fingerprint
-from cascade_train.tasks.text_to_image import DiffusionPainter
+from cascade_train.results.sampling import Fingerprint
+from cascade_train.tasks.text_to_image import DiffusionImageSampler
 from tests.distributed.test_modes import B_NARROW, NARROW
 from tests.integration.runs import train
 from tests.integration.test_stage_a import NARROW as A_NARROW
@@ -163,7 +163,7 @@ def test_stage_b_alone_reconstructs_a_picture(decoder: Path, picture: str, tmp_p
         ({"decoder": "{c}/export/prior/tokenizer"}, "no weights in this folder"),
         ({"source": "{b}", "variation": "{picture}"}, "variation=.*: from=.*/b has no image encoder"),
         ({"start_image": __file__}, "start_image=.*: no picture that can be read"),
-        ({"source": "{b}", "start_image": "{picture}"}, "stage_b reconstructs images and cannot paint from prompts"),
+        ({"source": "{b}", "start_image": "{picture}"}, "stage_b reconstructs images and cannot sample from prompts"),
     ],
 )
 def test_what_does_not_belong_together_is_refused(
@@ -182,7 +182,7 @@ def test_latents_of_another_compressor_are_refused(
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.yaml").write_text(other)
     words = (
-        "decodes the semantic latents of EfficientNetCompressor, and from=.*/c paints those of ConvolutionalCompressor"
+        "decodes the semantic latents of EfficientNetCompressor, and from=.*/c samples those of ConvolutionalCompressor"
     )
     with pytest.raises(ConfigError, match=words):
         painted(prior, tmp_path / "out", decoder=str(tmp_path / "b"))
@@ -198,7 +198,7 @@ def test_latents_of_another_compressor_are_refused(
 
     monkeypatch.setattr(Fingerprint, "of", differently)
     kind = r"ConvolutionalCompressor \(weights=package:tiny, \w{8}\)"
-    words = rf"latents of {kind}, and from=.*/c paints those of {kind}"
+    words = rf"latents of {kind}, and from=.*/c samples those of {kind}"
     with pytest.raises(ConfigError, match=words):
         painted(prior, tmp_path / "out", decoder=str(decoder), decoder_steps=1)
 
@@ -237,8 +237,8 @@ def test_diffusers_paints_our_picture_from_the_combined_folder(
     picture = combined.vqgan.decode(combined.vqgan.config.scale_factor * theirs).sample[0].clamp(0, 1)
 
     ours: list[torch.Tensor] = []
-    latents = DiffusionPainter.latents
-    monkeypatch.setattr(DiffusionPainter, "latents", lambda *given: ours.append(latents(*given)) or ours[-1])
+    latents = DiffusionImageSampler.latents
+    monkeypatch.setattr(DiffusionImageSampler, "latents", lambda *given: ours.append(latents(*given)) or ours[-1])
     unguided = {"guidance_scale": 1.0, "decoder_guidance_scale": 1.0, "steps": 3, "decoder_steps": 2}
     same_size = {"compression": 42.67, "height": 128, "width": 128}
     seen = painted(prior, tmp_path / "ours", decoder=str(decoder), **unguided, **same_size)["00_00.png"]

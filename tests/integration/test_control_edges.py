@@ -13,8 +13,7 @@ from torch.nn import functional
 from cascade_train.data.shapes import Shapes
 from cascade_train.filters.canny import CannyFilter
 from cascade_train.results.find import find_model
-from cascade_train.results.paint import PromptBatch, fit_sizes
-from cascade_train.results.paint import paint as paint_orders
+from cascade_train.results.sampling import PromptBatch, fit_sizes, sample_images
 from cascade_train.tasks.base import Guide
 from tests.integration.runs import train
 
@@ -55,7 +54,7 @@ def sample(run: Path, image_BCHW: Tensor, strength: float) -> tuple[Tensor, Tens
     order = PromptBatch(captions=("a shape",) * len(numbers), numbers=numbers, guide=guide)
     model = find_model(str(run), key="run", part="prior")
     sizes = fit_sizes(model, None, height=None, width=None, compression=None)
-    images = paint_orders(model, None, [order], sizes=sizes, seed=0)
+    images = sample_images(model, None, [order], sizes=sizes, seed=0)
     samples = np.stack([np.asarray(image).transpose(2, 0, 1) for image in images])
     return torch.from_numpy(maps) / 255, torch.from_numpy(samples) / 255
 

@@ -321,7 +321,7 @@ def test_a_watch_of_a_finished_run_that_is_continued_goes_on(tmp_path: Path) -> 
         ({"source": "package:tiny", "features": "none.pth"}, "features=none.pth"),
         (
             {"source": "package:tiny/decoder", "prompts": "a", "real": "{real}"},
-            "prompts: is for a Stage C that paints from captions alone, and from=package:tiny/decoder makes one",
+            "prompts: is for a Stage C that samples from captions alone, and from=package:tiny/decoder makes one",
         ),
         (
             {"source": "package:tiny/decoder", "height": 64, "real": "{real}"},

@@ -35,7 +35,7 @@ def test_what_is_validated_sampled_and_exported_is_the_average(tmp_path, monkeyp
         monkeypatch.setattr(owner, name, looking)
 
     look(Validation, "_means", lambda self: self.phases[0])
-    look(SampleGrid, "_paint", lambda self: self.phases[0])
+    look(SampleGrid, "_sample", lambda self: self.phases[0])
     look(BoundPhase, "update", lambda self: self)
     run = train(tmp_path / "run", *RUN)
     assert export(ExportArgs(source=str(run), step=3, out=str(tmp_path / "again"), format="single")) == 0
@@ -46,5 +46,5 @@ def test_what_is_validated_sampled_and_exported_is_the_average(tmp_path, monkeyp
         (name,) = [each for each in seen["update"] if each.replace(".default", "").endswith(key)]
         assert torch.equal(value, again[key])
         assert torch.equal(value, seen["_means"][name])
-        assert torch.equal(value, seen["_paint"][name])
+        assert torch.equal(value, seen["_sample"][name])
     assert any(not torch.equal(value, seen["_means"][name]) for name, value in seen["update"].items())

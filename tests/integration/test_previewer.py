@@ -89,11 +89,11 @@ def test_the_originals_previewer_trains_in_bf16_from_fp32_weights(tmp_path: Path
 
 
 def test_verbs_that_need_a_stage_that_paints_refuse_it(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="pictures of stage_c's latents, and paints nothing from prompts"):
+    with pytest.raises(ConfigError, match="pictures of stage_c's latents, and samples nothing from prompts"):
         generate(GenerateArgs(source=str(run), prompts=["a circle"], out=str(tmp_path)))
-    with pytest.raises(ConfigError, match="paints nothing from prompts"):
+    with pytest.raises(ConfigError, match="samples nothing from prompts"):
         generate(GenerateArgs(source=str(run), decoder=str(run), prompts=["a circle"], out=str(tmp_path)))
-    with pytest.raises(ConfigError, match="paints nothing from prompts"):
+    with pytest.raises(ConfigError, match="samples nothing from prompts"):
         export(ExportArgs(source=str(run), format="combined", decoder=str(run), out=str(tmp_path)))
     with pytest.raises(ConfigError, match="this run has left no export/prior, only previewer$"):
         find_weight_files(str(run), part="prior")

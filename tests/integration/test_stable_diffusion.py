@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from cascade_train.__main__ import launch
 from cascade_train.distributed.process_group import process_group
 from cascade_train.results.find import find_model
-from cascade_train.results.paint import load_parts
+from cascade_train.results.sampling import load_parts
 from tests.integration.runs import cut_back, read_metrics, train
 from tests.unit.models.stages import build_stage, untrained
 

@@ -129,8 +129,8 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
     makers = {**stage.image_products, **stage.caption_products}
     left_out = frozenset(makers[name] for name in [*stage.image_products, *manifest.captions])
     refuse_trained(left_out & task.trained_parts(), "the cache holds what it makes")
-    paints = cfg["sample"]["every_steps"] is not None
-    stage.left_out |= left_out - ({stage.decoded_by} if paints else set())
+    samples = cfg["sample"]["every_steps"] is not None
+    stage.left_out |= left_out - ({stage.decoded_by} if samples else set())
     stage.reads_cache = True
     if manifest.captions:
         stage.caption_lookup = source.find_captions

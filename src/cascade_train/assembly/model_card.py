@@ -83,8 +83,8 @@ def _front_matter(names: Sequence[str], model: Mapping[str, Any], *, is_plain: b
     family = _family(model, names)
     in_diffusers = family.in_diffusers if is_plain else family.in_diffusers - {"lora"}
     library = "diffusers" if in_diffusers & {*names} else "peft" if "lora" in names else "cascade_train"
-    paints = {} if kind in ("vqgan", "stage_a", "vae") else {"pipeline_tag": "text-to-image"}
-    return {**found, "library_name": library, **paints, "tags": [family.tag, kind, "cascade_train"]}
+    tag = {} if kind in ("vqgan", "stage_a", "vae") else {"pipeline_tag": "text-to-image"}
+    return {**found, "library_name": library, **tag, "tags": [family.tag, kind, "cascade_train"]}
 
 
 def _family(model: Mapping[str, Any], names: Sequence[str]) -> Family:

@@ -24,7 +24,7 @@ from cascade_train.models.image_quality import (
     load_inception,
     load_lpips,
 )
-from cascade_train.tasks.base import Painter, SampleSettings
+from cascade_train.tasks.base import ImageSampler, SampleSettings
 
 
 def read_sample_prompts(cfg: DictConfig) -> None:
@@ -53,7 +53,7 @@ def build_sampling(
         )
     return SampleGrid(
         phases=phases,
-        painter=build_painter(cfg, parts, None if images is None else images.shape[-2:]),
+        image_sampler=build_image_sampler(cfg, parts, None if images is None else images.shape[-2:]),
         spec=SampleSpec(captions=tuple(prompts), image_BCHW=images, seed=cfg.sample.seed),
         world=world,
         directory=run.samples,
@@ -105,12 +105,12 @@ def build_reconstructions(
     if rfid is not None:
         features = load_inception(rfid, device=device, key="validate.rfid")
         distance = SetDistance(features=features, distance=frechet_distance)
-    painter = partial(build_painter, cfg, parts)
-    return Reconstructions(held_out=held_out(count), painter=painter, compare=quality, rfid=distance)
+    image_sampler = partial(build_image_sampler, cfg, parts)
+    return Reconstructions(held_out=held_out(count), image_sampler=image_sampler, compare=quality, rfid=distance)
 
 
-def build_painter(cfg: DictConfig, parts: Parts, size: Sequence[int] | None = None) -> Painter:
-    """Return the task's painter with the settings in `cfg.sample`; no size = square."""
+def build_image_sampler(cfg: DictConfig, parts: Parts, size: Sequence[int] | None = None) -> ImageSampler:
+    """Return the task's image sampler with the settings in `cfg.sample`; no size = square."""
     settings = SampleSettings(
         sampler=cfg.sample.sampler.value,
         steps=cfg.sample.steps,
@@ -118,4 +118,4 @@ def build_painter(cfg: DictConfig, parts: Parts, size: Sequence[int] | None = No
         shift=cfg.sample.shift,
         negative_prompt=cfg.sample.negative_prompt,
     )
-    return parts.task.painter(settings, size or (parts.stage.image_size, parts.stage.image_size))
+    return parts.task.image_sampler(settings, size or (parts.stage.image_size, parts.stage.image_size))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cascade_train.commands.parts.command_line import Command, listed
-from cascade_train.commands.parts.models import PaintingArgs, find_stages
+from cascade_train.commands.parts.models import SamplingArgs, find_stages
 from cascade_train.config.saved import load_saved_config
 from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class EvaluateArgs(PaintingArgs):
+class EvaluateArgs(SamplingArgs):
     """Make pictures with a Stage C, or reconstruct pictures with a Stage B or A, and measure them.
 
     Continues where it was killed. Sampling is as the run's sample.* keys say where nothing is given.

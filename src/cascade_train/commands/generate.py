@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cascade_train.commands.parts.command_line import Command, listed
-from cascade_train.commands.parts.models import PaintingArgs, find_stages
+from cascade_train.commands.parts.models import SamplingArgs, find_stages
 from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
 from cascade_train.files.output import check_output
@@ -26,7 +26,7 @@ START_STRENGTH = 0.8
 
 
 @dataclass(kw_only=True)
-class GenerateArgs(PaintingArgs):
+class GenerateArgs(SamplingArgs):
     """Generate images with trained stages; null = as the run's sample.* keys say."""
 
     prompts: Any = field(default_factory=list)
@@ -92,7 +92,7 @@ def sampled(args: GenerateArgs, out: str | None) -> tuple[list[Image], str]:
     In a folder `out` each becomes `<prompt number>_<image number>.png`, and all a labelled `grid.png`, with numbers
     above those that are there; None = no files.
     """
-    from cascade_train.results import paint  # heavy: torch and everything above it
+    from cascade_train.results import sampling  # heavy: torch and everything above it
 
     model, decoder = find_stages(args)
     if args.variation is not None and model.cfg.model.get("image_encoder") is None:
@@ -100,26 +100,26 @@ def sampled(args: GenerateArgs, out: str | None) -> tuple[list[Image], str]:
             f"variation={args.variation}: {model.origin} has no image encoder (model.image_encoder), so that no "
             "image's embedding is a condition of it. Use a Stage C with one, such as c_1b or c_3b, or start_image=…."
         )
-    sizes = paint.fit_sizes(model, decoder, height=args.height, width=args.width, compression=args.compression)
-    files = paint.GuideFiles(
+    sizes = sampling.fit_sizes(model, decoder, height=args.height, width=args.width, compression=args.compression)
+    files = sampling.GuideFiles(
         key="image" if args.control is None else "control",
         paths=listed(args.image) or listed(args.control),
         strength=args.strength,
         starts=listed(args.start_image),
         start_strength=START_STRENGTH if args.start_strength is None else args.start_strength,
         variations=listed(args.variation),
-        size=sizes.painted,
+        size=sizes.sampled,
         side=model.cfg.model.image_size,
     )
-    batches = paint.batches_of(args.prompts, files, count=args.count, batch_size=args.batch_size)
+    batches = sampling.batches_of(args.prompts, files, count=args.count, batch_size=args.batch_size)
     folder = None if out is None else Path(out).expanduser()
     if folder is not None:
         check_output(folder, "generate", is_folder=True, overwrite=True)  # which replaces nothing
         make_folder(folder)
-    images = paint.paint(model, decoder, batches, sizes=sizes, seed=args.seed)
+    images = sampling.sample_images(model, decoder, batches, sizes=sizes, seed=args.seed)
     if folder is None:
         return images, ""
-    first, grid = paint.write_images(images, args.prompts, folder)
+    first, grid = sampling.write_images(images, args.prompts, folder)
     return images, f"from {first.name} on, and {grid.name}, lie in {out}"
 
 

@@ -22,7 +22,7 @@ from cascade_train.distributed.process_group import World
 from cascade_train.engine.phase import BoundPhase, averaged, evaluated
 from cascade_train.errors import unwritten
 from cascade_train.redaction import LONGEST_REASON, logged, shortened
-from cascade_train.tasks.base import Painter
+from cascade_train.tasks.base import ImageSampler
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class SampleGrid:
     """
 
     phases: Sequence[BoundPhase]
-    painter: Painter
+    image_sampler: ImageSampler
     spec: SampleSpec
     world: World
     directory: Path
@@ -74,7 +74,11 @@ class SampleGrid:
     def _write(self, folder: Path, columns: dict[str, list[Image.Image]]) -> Path:
         self.directory.mkdir(exist_ok=True)  # and no run directory that was removed
         folder.mkdir(exist_ok=True)
-        names = [self.painter.result, f"ema_{self.painter.result}", *([] if self.has_originals else ["original"])]
+        names = [
+            self.image_sampler.result,
+            f"ema_{self.image_sampler.result}",
+            *([] if self.has_originals else ["original"]),
+        ]
         for name in names:
             for row, image in enumerate(columns.get(name, [])):
                 info = PngInfo()
@@ -92,15 +96,15 @@ class SampleGrid:
             if image_BCHW is not None:
                 image_BCHW = image_BCHW.to(self.world.device, non_blocking=True)
                 columns["original"] = image_BCHW
-                columns |= self.painter.beside(self.spec.captions, image_BCHW, self._generators)
-            columns[self.painter.result] = self._paint(image_BCHW)
+                columns |= self.image_sampler.beside(self.spec.captions, image_BCHW, self._generators)
+            columns[self.image_sampler.result] = self._sample(image_BCHW)
         if any(phase.ema is not None for phase in self.phases):
             with averaged(self.phases), evaluated(self.phases):
-                columns[f"ema_{self.painter.result}"] = self._paint(image_BCHW)
+                columns[f"ema_{self.image_sampler.result}"] = self._sample(image_BCHW)
         return {title: to_images(images) for title, images in columns.items()}
 
-    def _paint(self, image_BCHW: Tensor | None) -> Tensor:
-        return self.painter.paint(self.spec.captions, image_BCHW, self._generators)
+    def _sample(self, image_BCHW: Tensor | None) -> Tensor:
+        return self.image_sampler.sample(self.spec.captions, image_BCHW, self._generators)
 
     def _generators(self, purpose: str) -> list[torch.Generator]:
         rows = range(len(self.spec.captions))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cascade_train.batch import Batch
 from cascade_train.engine.phase import BoundPhase, averaged, evaluated
-from cascade_train.tasks.base import Painter, Task
+from cascade_train.tasks.base import ImageSampler, Task
 
 LOSS = "loss"
 """The measure that is told apart by source."""
@@ -78,12 +78,13 @@ class HeldOut:
 class Reconstructions:
     """Reconstructions of held-out images, each from noise of its own.
 
-    `painter` maps height and width in pixels to a painter of that size; `compare` maps reconstructions and originals,
-    (B, 3, H, W) fp32 in [0, 1], to measures, (B,) fp32 each; `rfid` is measured between all of them, None = not at all.
+    `image_sampler` maps height and width in pixels to a sampler of that size; `compare` maps reconstructions and
+    originals, (B, 3, H, W) fp32 in [0, 1], to measures, (B,) fp32 each; `rfid` is measured between all of them, None =
+    not at all.
     """
 
     held_out: HeldOut
-    painter: Callable[[Sequence[int]], Painter]
+    image_sampler: Callable[[Sequence[int]], ImageSampler]
     compare: Callable[[Tensor, Tensor], Mapping[str, Tensor]]
     rfid: SetDistance | None = None
 
@@ -92,10 +93,10 @@ class Reconstructions:
         if batch.image_BCHW is None:
             raise AssertionError("a stage that reconstructs takes no cache")
         image_BCHW = batch.image_BCHW.to(device).float() / 255
-        painted_BCHW = self.painter(image_BCHW.shape[-2:]).paint(batch.captions, image_BCHW, batch.generators)
+        sampled_BCHW = self.image_sampler(image_BCHW.shape[-2:]).sample(batch.captions, image_BCHW, batch.generators)
         if self.rfid is not None:
-            self.rfid.add(painted_BCHW, image_BCHW, counted_samples(batch, device))
-        return self.compare(painted_BCHW, image_BCHW)
+            self.rfid.add(sampled_BCHW, image_BCHW, counted_samples(batch, device))
+        return self.compare(sampled_BCHW, image_BCHW)
 
 
 def counted_samples(batch: Batch, device: torch.device) -> Tensor:

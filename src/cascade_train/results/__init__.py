@@ -1,1 +1,1 @@
-"""What a run left: found, loaded, and painted with."""
+"""What a run left: found, loaded, and sampled with."""

@@ -43,7 +43,7 @@ from cascade_train.models.formats.weights import load_state
 from cascade_train.models.formats.weights_source import COMBINED, LORA_FILES, NETWORK_FILES, SINGLE_FILE
 from cascade_train.models.stage import Stage
 from cascade_train.results.find import TrainedModel, find_model, run_of, stored_network, use_codec, whole_pipeline
-from cascade_train.results.paint import Fingerprint, check_same_latents, fit_sizes, load_parts
+from cascade_train.results.sampling import Fingerprint, check_same_latents, fit_sizes, load_parts
 from cascade_train.tasks.base import Task
 from cascade_train.tasks.lora import LoRA
 

@@ -127,8 +127,8 @@ class SampleSettings:
     negative_prompt: str = ""
 
 
-class Painter(abc.ABC):
-    """Makes sample pictures; `result` is the title of what `paint` returns."""
+class ImageSampler(abc.ABC):
+    """Makes sample pictures; `result` is the title of what `sample` returns."""
 
     result: str
 
@@ -137,7 +137,7 @@ class Painter(abc.ABC):
         return {}
 
     @abc.abstractmethod
-    def paint(
+    def sample(
         self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
     ) -> Tensor:
         """Pictures (B, 3, H, W) fp32 in [0, 1] on the device, for B prompts.
@@ -218,8 +218,8 @@ class Task(abc.ABC):
         """
 
     @abc.abstractmethod
-    def painter(self, settings: SampleSettings, size: Sequence[int]) -> Painter:
-        """Painter of pictures of (height, width) pixels, with everything the task added."""
+    def image_sampler(self, settings: SampleSettings, size: Sequence[int]) -> ImageSampler:
+        """ImageSampler of pictures of (height, width) pixels, with everything the task added."""
 
     @abc.abstractmethod
     def exports(self) -> Mapping[str, Export]:

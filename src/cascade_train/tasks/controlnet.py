@@ -159,7 +159,7 @@ class ControlNet(TextToImage):
     def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None, negative: str = "") -> Predictor:
         """Predictions under captions and pictures' maps, and these alone; a ConfigError if there are none."""
         if image_BCHW is None:
-            raise ConfigError("a control network paints under an image; give image=… to filter, or control=…")
+            raise ConfigError("a control network samples under an image; give image=… to filter, or control=…")
         residuals = self._control.residuals(self._maps(image_BCHW, range(len(image_BCHW))))
         return self.predictor_under(captions, None, residuals, negative=negative)
 

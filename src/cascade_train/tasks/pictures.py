@@ -18,7 +18,7 @@ from cascade_train.diffusion.objective import masked_mean
 from cascade_train.models.image_quality import check_installed
 from cascade_train.models.stage import Stage
 from cascade_train.options import check_fields
-from cascade_train.tasks.base import Draws, Guide, Painter, SampleSettings, Task
+from cascade_train.tasks.base import Draws, Guide, ImageSampler, SampleSettings, Task
 
 
 @dataclass(kw_only=True, eq=False)
@@ -97,18 +97,18 @@ class PictureTask(Task):
             weight_B=None if batch.weight_B is None else self._copy(batch.weight_B),
         )
 
-    def painter(self, settings: SampleSettings, size: Sequence[int]) -> Painter:
-        """Painter of a round trip through latents, without a sampler."""
+    def image_sampler(self, settings: SampleSettings, size: Sequence[int]) -> ImageSampler:
+        """ImageSampler of a round trip through latents, without a sampler."""
         return RoundTrip(self.stage, self.result)
 
 
-class RoundTrip(Painter):
+class RoundTrip(ImageSampler):
     """Encodes pictures to latents and decodes those."""
 
     def __init__(self, stage: Stage, result: str) -> None:
         self.stage, self.result = stage, result
 
-    def paint(
+    def sample(
         self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
     ) -> Tensor:
         """(B, 3, H', W') fp32 in [0, 1] of the captions' own images (B, 3, H, W)."""

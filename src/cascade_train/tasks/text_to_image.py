@@ -22,10 +22,20 @@ from cascade_train.models.control import Conditions, ControlResiduals
 from cascade_train.models.stage import Images, Stage, Tokens
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.options import Share, check_fields
-from cascade_train.tasks.base import Draws, Guide, Painter, Phase, Predictor, SampleSettings, StepOutput, Task, weighted
+from cascade_train.tasks.base import (
+    Draws,
+    Guide,
+    ImageSampler,
+    Phase,
+    Predictor,
+    SampleSettings,
+    StepOutput,
+    Task,
+    weighted,
+)
 from cascade_train.tasks.prepared import PreparedBatch, latent_mask, repeated_twice
 
-__all__ = ["DiffusionPainter", "PreparedBatch", "TextToImage"]
+__all__ = ["DiffusionImageSampler", "PreparedBatch", "TextToImage"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -191,9 +201,9 @@ class TextToImage(Task):
         control = None if residuals is None else residuals(noised_BCHW, timestep_ratio_B, cond)
         return self.stage.predict(noised_BCHW, timestep_ratio_B, cond, control)
 
-    def painter(self, settings: SampleSettings, size: Sequence[int]) -> DiffusionPainter:
-        """Painter that denoises latents of pictures of (height, width) pixels and decodes them."""
-        return DiffusionPainter(task=self, settings=settings, shape=self.stage.latent_shape(*size))
+    def image_sampler(self, settings: SampleSettings, size: Sequence[int]) -> DiffusionImageSampler:
+        """ImageSampler that denoises latents of pictures of (height, width) pixels and decodes them."""
+        return DiffusionImageSampler(task=self, settings=settings, shape=self.stage.latent_shape(*size))
 
     def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None, negative: str = "") -> Predictor:
         """Predictions under B prompts and, where the stage needs them, their images, and without both.
@@ -202,8 +212,8 @@ class TextToImage(Task):
         """
         if self.stage.needs_image and image_BCHW is None:
             raise ConfigError(
-                f"{self.stage.name} reconstructs images and cannot paint from prompts alone: leave sample.prompts=null,"
-                " which shows captioned images of the data"
+                f"{self.stage.name} reconstructs images and cannot sample from prompts alone: leave "
+                "sample.prompts=null, which shows captioned images of the data"
             )
         return self.predictor_under(captions, image_BCHW if self.stage.needs_image else None, negative=negative)
 
@@ -240,14 +250,14 @@ class TextToImage(Task):
             return self.predictor_under(captions, self._variation(guide), negative=negative)
         if guide.image_BCHW is None:
             raise ConfigError(
-                f"{self.stage.name} reconstructs images and cannot paint from prompts alone: give image=<picture>,"
+                f"{self.stage.name} reconstructs images and cannot sample from prompts alone: give image=<picture>,"
                 " or from=<run of Stage C> decoder=<this one>"
             )
         if self.stage.needs_image and not guide.is_map and guide.strength == 1.0:
             return self.predictor(captions, self._copy(guide.image_BCHW).float() / 255, negative)
         raise ConfigError(
             f"image, control and strength are for control networks; a {type(self).__name__} "
-            f"paints from prompts {'and image=… alone' if self.stage.needs_image else 'alone'}"
+            f"samples from prompts {'and image=… alone' if self.stage.needs_image else 'alone'}"
         )
 
     def _variation(self, guide: Guide) -> Tensor | None:
@@ -290,7 +300,7 @@ class TextToImage(Task):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionPainter(Painter):
+class DiffusionImageSampler(ImageSampler):
     """Denoises latents, (C, H, W) of `shape`, under captions, and decodes them."""
 
     task: TextToImage
@@ -302,7 +312,7 @@ class DiffusionPainter(Painter):
         """Task's own pictures, and the images after one prediction at medium noise."""
         return {**self.task.shown(image_BCHW), "one-step prediction": self._one_step(captions, image_BCHW, draws)}
 
-    def paint(
+    def sample(
         self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
     ) -> Tensor:
         """Samples (B, 3, H, W) in [0, 1] for B prompts."""
@@ -311,7 +321,7 @@ class DiffusionPainter(Painter):
     def latents(
         self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
     ) -> Tensor:
-        """Sampled latents (B, C, H, W) fp32 for B prompts; see `paint`."""
+        """Sampled latents (B, C, H, W) fp32 for B prompts; see `sample`."""
         task, settings = self.task, self.settings
         if guide is None:
             predictor = task.predictor(captions, image_BCHW, settings.negative_prompt)

@@ -146,8 +146,8 @@ class Autoencoding(AutoencoderTask):
             "latent_rms": output.latent_BChw.square().mean(dim=(1, 2, 3)).sqrt(),
         }
 
-    def painter(self, settings: SampleSettings, size: Sequence[int]) -> Reconstructor:
-        """Painter of reconstructions from latents, and beside them from codes, without a sampler."""
+    def image_sampler(self, settings: SampleSettings, size: Sequence[int]) -> Reconstructor:
+        """ImageSampler of reconstructions from latents, and beside them from codes, without a sampler."""
         return Reconstructor(self.stage, self.result)
 
     def after_step(self, report: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

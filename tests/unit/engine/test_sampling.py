@@ -21,10 +21,14 @@ CAPTIONS = ("a cat", "w" * 10**6)
 
 @pytest.fixture
 def grid(world: World, tmp_path: Path) -> SampleGrid:
-    painter: Any = SimpleNamespace(result="sample", paint=lambda captions, *_: torch.rand(len(captions), 3, 8, 8))
+    image_sampler: Any = SimpleNamespace(
+        result="sample", sample=lambda captions, *_: torch.rand(len(captions), 3, 8, 8)
+    )
     spec = SampleSpec(captions=CAPTIONS, image_BCHW=None, seed=0)
     (tmp_path / "run").mkdir()
-    return SampleGrid(phases=[], painter=painter, spec=spec, world=world, directory=tmp_path / "run" / "samples")
+    return SampleGrid(
+        phases=[], image_sampler=image_sampler, spec=spec, world=world, directory=tmp_path / "run" / "samples"
+    )
 
 
 def test_a_grid_lies_in_a_folder_of_its_step(grid: SampleGrid) -> None:
@@ -46,7 +50,9 @@ def test_a_picture_carries_its_caption(grid: SampleGrid) -> None:
 
 def test_originals_are_files_of_the_first_grid_alone(grid: SampleGrid) -> None:
     grid.spec = dataclasses.replace(grid.spec, image_BCHW=torch.zeros(2, 3, 8, 8))
-    grid.painter = SimpleNamespace(**vars(grid.painter), beside=lambda *_: {"control": torch.ones(2, 3, 8, 8)})
+    grid.image_sampler = SimpleNamespace(
+        **vars(grid.image_sampler), beside=lambda *_: {"control": torch.ones(2, 3, 8, 8)}
+    )
     (first,), (second,) = grid.draw(0), grid.draw(3)
     results = ["00_sample.png", "01_sample.png"]
     originals = ["00_original.png", "01_original.png"]

@@ -42,7 +42,7 @@ class ToyTask(Task):
     def measures(self, prepared, logsnr):
         return {f"loss_{level:g}": self.loss(prepared).loss_B.detach() + level for level in logsnr}
 
-    def painter(self, settings, size):
+    def image_sampler(self, settings, size):
         raise NotImplementedError
 
     def exports(self):

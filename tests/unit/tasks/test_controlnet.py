@@ -247,10 +247,10 @@ def test_a_grey_map_is_read_from_a_coloured_picture() -> None:
 def test_maps_of_another_kind_and_no_picture_at_all_are_refused(trained: Any) -> None:
     with pytest.raises(ConfigError, match="control: a picture of 1 channels, the maps of Mean have 3; give image="):
         trained.guided_predictor(["a"], guide(torch.zeros(1, 1, 96, 96), is_map=True))
-    with pytest.raises(ConfigError, match="a control network paints under an image; give image="):
+    with pytest.raises(ConfigError, match="a control network samples under an image; give image="):
         trained.predictor(["a"], None)
     other = attached(component("task", "lora"), "c_tiny")
-    with pytest.raises(ConfigError, match="are for control networks; a LoRA paints from prompts alone"):
+    with pytest.raises(ConfigError, match="are for control networks; a LoRA samples from prompts alone"):
         other.guided_predictor(["a"], guide(pictures(0.5)))
 
 

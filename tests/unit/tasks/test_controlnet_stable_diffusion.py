@@ -127,13 +127,15 @@ def test_pictures_of_the_pipeline_are_those_of_our_sampler(trained: tuple[str, A
         return [torch.Generator().manual_seed(seed) for seed in range(2)]
 
     start = torch.stack([torch.randn(*task.stage.latent_shape(32, 40), generator=g) for g in draws("")])
-    painter = task.painter(SampleSettings(sampler="ddim", steps=5, guidance_scale=4.0, shift=1.0), (32, 40))
+    image_sampler = task.image_sampler(SampleSettings(sampler="ddim", steps=5, guidance_scale=4.0, shift=1.0), (32, 40))
     guide = Guide(image_BCHW=(edges * 255).to(torch.uint8), is_map=True, strength=0.7, numbers=(0, 1))
-    ours = painter.paint(PROMPTS, None, draws, guide)
+    ours = image_sampler.sample(PROMPTS, None, draws, guide)
     options = {"height": 32, "width": 40, "num_inference_steps": 5, "guidance_scale": 4.0, "output_type": "pt"}
     weight = {"controlnet_conditioning_scale": 0.7}
     theirs = pipeline(PROMPTS, image=edges, latents=start, **options, **weight).images
-    assert (painter.paint(PROMPTS, None, draws, Guide(**vars(guide) | {"strength": 0.0})) - ours).abs().max() > 0.01
+    assert (
+        image_sampler.sample(PROMPTS, None, draws, Guide(**vars(guide) | {"strength": 0.0})) - ours
+    ).abs().max() > 0.01
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
 
 

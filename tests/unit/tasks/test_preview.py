@@ -181,4 +181,4 @@ def test_pictures_become_fractions_and_must_be_there() -> None:
     with pytest.raises(AssertionError, match="a cache is no data for a task"):
         task.prepare_batch(batch)
     with pytest.raises(AssertionError, match="pictures of prompts alone are refused before"):
-        RoundTrip(None, "reconstruction").paint(["a circle"], None, lambda _: [])
+        RoundTrip(None, "reconstruction").sample(["a circle"], None, lambda _: [])

@@ -105,7 +105,7 @@ def test_a_prediction_without_conditions_has_neither_caption_nor_image(task: Any
 
 
 def test_it_cannot_paint_without_an_image(task: Any) -> None:
-    with pytest.raises(ConfigError, match="stage_b reconstructs images and cannot paint from prompts alone"):
+    with pytest.raises(ConfigError, match="stage_b reconstructs images and cannot sample from prompts alone"):
         task.predictor(["a blue square"], None)
     with pytest.raises(ConfigError, match="give image=<picture>, or from=<run of Stage C> decoder=<this one>"):
         task.guided_predictor(["a blue square"], Guide())

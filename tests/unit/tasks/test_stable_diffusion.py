@@ -84,7 +84,7 @@ def test_pictures_of_the_pipeline_are_those_of_our_sampler(pipelines: tuple[str,
         return [torch.Generator().manual_seed(seed) for seed in range(2)]
 
     start = torch.stack([torch.randn(*task.stage.latent_shape(*size), generator=g) for g in draws("")])
-    ours = task.painter(settings, size).paint(PROMPTS, None, draws)
+    ours = task.image_sampler(settings, size).sample(PROMPTS, None, draws)
     asked: dict[str, Any] = {"num_inference_steps": 5, "guidance_scale": 4.0, "height": 32, "width": 40}
     theirs = pipeline(PROMPTS, latents=start, negative_prompt=[negative] * 2, output_type="pt", **asked).images
     assert ours.shape == theirs.shape == (2, 3, *size)

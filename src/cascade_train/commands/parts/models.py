@@ -30,7 +30,7 @@ DECODER_STEPS = 10
 
 
 @dataclass(kw_only=True)
-class PaintingArgs:
+class SamplingArgs:
     """Which stages make pictures, and how; null = as the run's sample.* keys say."""
 
     source: str
@@ -86,7 +86,7 @@ class PaintingArgs:
 
 
 def find_stages(
-    args: PaintingArgs, origin: str = "", cfg: DictConfig | None = None
+    args: SamplingArgs, origin: str = "", cfg: DictConfig | None = None
 ) -> tuple[TrainedModel, TrainedModel | None]:
     """Return the stage that samples, and the one that decodes, set up as the arguments say.
 
@@ -111,7 +111,7 @@ def find_stages(
     return model, decoder
 
 
-def override_sampling(cfg: DictConfig, args: PaintingArgs) -> None:
+def override_sampling(cfg: DictConfig, args: SamplingArgs) -> None:
     """Override the run's sampling settings with the arguments given, and check them."""
     keys = ("sampler", "steps", "guidance_scale", "negative_prompt", "shift")
     given = {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
@@ -134,7 +134,7 @@ def own_keys(node: str, given: Iterable[str]) -> Iterator[None]:
         raise ConfigError(text) from error
 
 
-def set_decoding(cfg: DictConfig, args: PaintingArgs) -> None:
+def set_decoding(cfg: DictConfig, args: SamplingArgs) -> None:
     """Set the sampling of Stage B from its arguments, by default as in the original."""
     cfg.sample.steps = DECODER_STEPS if args.decoder_steps is None else args.decoder_steps
     given = args.decoder_guidance_scale

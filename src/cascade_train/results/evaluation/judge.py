@@ -37,7 +37,7 @@ from cascade_train.results.evaluation.pictures import Folder, Originals, Picture
 from cascade_train.results.evaluation.published import INCEPTION
 from cascade_train.results.evaluation.verdict import Verdict
 from cascade_train.results.find import TrainedModel
-from cascade_train.results.paint import Sizes, fit_sizes
+from cascade_train.results.sampling import Sizes, fit_sizes
 
 log = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ def check_fits(settings: Settings, model: TrainedModel, decoder: TrainedModel | 
     if settings.prompts or settings.count != 1 or decoder is not None:
         key = "prompts" if settings.prompts else "decoder" if decoder is not None else f"count={settings.count}"
         raise ConfigError(
-            f"{key}: is for a Stage C that paints from captions alone, and {model.origin} makes one picture of each "
+            f"{key}: is for a Stage C that samples from captions alone, and {model.origin} makes one picture of each "
             "real one. Leave it out; real= names the pictures."
         )
     for key in ("height", "width", "compression"):
@@ -261,7 +261,7 @@ def plain_settings(
     if decoder is not None:
         found |= {"decoder": weights_stamp(decoder), "codec": _codec(decoder), "decoder_sample": _sampling(decoder)}
     captions = hashlib.sha256("\0".join(work.captions).encode()).hexdigest()[:16]
-    shapes = None if sizes is None else [list(sizes.picture), list(sizes.painted)]
+    shapes = None if sizes is None else [list(sizes.picture), list(sizes.sampled)]
     followed = None if work.originals is None else work.originals.digest
     return found | {"seed": settings.seed, "captions": [len(work.captions), captions], "size": shapes, "real": followed}
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cascade_train.assembly.components import Parts, build_component
-from cascade_train.assembly.samples import build_painter
+from cascade_train.assembly.samples import build_image_sampler
 from cascade_train.batch import Batch
 from cascade_train.config.saved import composed
 from cascade_train.data.data_set import Rows, open_data_set
@@ -37,7 +37,7 @@ from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import replacing
 from cascade_train.files.untrusted import PICTURE_BYTES, load_mapping, open_regular
 from cascade_train.results.find import TrainedModel
-from cascade_train.results.paint import (
+from cascade_train.results.sampling import (
     Fingerprint,
     PromptBatch,
     Sizes,
@@ -243,7 +243,7 @@ class PictureMaker:
         prepare()
         from_rank_zero(folder.make)
         if self.decoder is None:
-            self._share(self.model, todo, self._painter)
+            self._share(self.model, todo, self._image_maker)
         else:
             left = from_rank_zero(lambda: [batch for batch in todo if not folder.latent(batch).is_file()])
             if left:
@@ -258,19 +258,22 @@ class PictureMaker:
             own = batches[self.world.rank :: self.world.ranks]
             from_every_rank(lambda: [make(batch) for batch in own])
 
-    def _painter(self, parts: Parts) -> Make:
-        def paint(batch: Numbers) -> None:
+    def _image_maker(self, parts: Parts) -> Make:
+        def sample(batch: Numbers) -> None:
             prompts, image_BCHW, guide = self.work.prompts(batch), None, None
-            size: Sequence[int] | None = None if self.sizes is None else self.sizes.painted
+            size: Sequence[int] | None = None if self.sizes is None else self.sizes.sampled
             if self.work.originals is not None:
                 pixels_BCHW = torch.stack(self.work.originals.images(batch))
                 image_BCHW = pixels_BCHW.to(parts.task.device, non_blocking=True).float() / 255
                 size = image_BCHW.shape[-2:]
                 guide = Guide(image_BCHW=pixels_BCHW, numbers=batch)
-            painter, noise = build_painter(self.model.cfg, parts, size), draws(self.work.seed, prompts, "generate")
-            self.folder.save(batch, painter.paint(prompts.captions, image_BCHW, noise, guide))
+            image_sampler, noise = (
+                build_image_sampler(self.model.cfg, parts, size),
+                draws(self.work.seed, prompts, "generate"),
+            )
+            self.folder.save(batch, image_sampler.sample(prompts.captions, image_BCHW, noise, guide))
 
-        return paint
+        return sample
 
     def _sampler(self, parts: Parts) -> Make:
         sample = latent_sampler(self.model, parts, self._sizes(), self.work.seed)

@@ -3,7 +3,7 @@
 Lives here: sizes, a user's images, what a stage passes to the next, and that one stage at a time is in memory. Must not
 live here: sampling (tasks/text_to_image.py, diffusion/).
 
-Shape legend: B images painted at once, C channels, H W latent size.
+Shape legend: B images sampled at once, C channels, H W latent size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cascade_train.assembly.components import Parts, build_component, build_parts
 from cascade_train.assembly.model import build_whole_model
-from cascade_train.assembly.samples import build_painter
+from cascade_train.assembly.samples import build_image_sampler
 from cascade_train.batch import sample_seed
 from cascade_train.data.decoding.decode import to_rgb
 from cascade_train.distributed.parallelize import evaluating
@@ -35,7 +35,7 @@ from cascade_train.errors import ConfigError, RunError, unwritten
 from cascade_train.files.untrusted import PICTURE_BYTES, open_regular
 from cascade_train.results.find import TrainedModel
 from cascade_train.tasks.base import Draws, Guide
-from cascade_train.tasks.text_to_image import DiffusionPainter
+from cascade_train.tasks.text_to_image import DiffusionImageSampler
 
 Size = tuple[int, int]
 """Height and width."""
@@ -43,7 +43,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBatch:
-    """Prompts that are painted at once, the numbers that seed their noise, and a guide."""
+    """Prompts that are sampled at once, the numbers that seed their noise, and a guide."""
 
     captions: tuple[str, ...]
     numbers: tuple[int, ...]
@@ -81,7 +81,7 @@ class Sizes:
     """Pixels of a finished picture, and of the first stage's: its latents times their stride."""
 
     picture: Size
-    painted: Size
+    sampled: Size
 
 
 def fit_sizes(
@@ -92,9 +92,9 @@ def fit_sizes(
     width: int | None,
     compression: float | None,
 ) -> Sizes:
-    """Return the sizes of what is painted. Builds nothing.
+    """Return the sizes of what is sampled. Builds nothing.
 
-    Stage C paints ceil(side / compression) latent positions for a finished picture, as the original does. Without a
+    Stage C samples ceil(side / compression) latent positions for a finished picture, as the original does. Without a
     size, they are as many as it was trained with.
 
     `compression` is pixels of the finished picture for each latent position of Stage C; None = the model's.
@@ -102,7 +102,7 @@ def fit_sizes(
     stage = build_component(model.cfg, "model")
     if not build_component(model.cfg, "objective").denoises:
         raise ConfigError(
-            f"{model.origin}: trained what makes pictures of {stage.name}'s latents, and paints nothing from prompts; "
+            f"{model.origin}: trained what makes pictures of {stage.name}'s latents, and samples nothing from prompts; "
             "its samples/ show reconstructions. Name a run of Stage B or C that denoises."
         )
     if "semantic_latents" in stage.abilities:
@@ -121,9 +121,9 @@ def fit_sizes(
     for key, side in zip(("height", "width"), picture, strict=True):
         _check_side(key, side, multiple, what, least=max(least, multiple))
     if compression is None:
-        return Sizes(picture=picture, painted=picture)
+        return Sizes(picture=picture, sampled=picture)
     rows, columns = (math.ceil(side / compression) for side in picture)
-    return Sizes(picture=picture, painted=(rows * stride, columns * stride))
+    return Sizes(picture=picture, sampled=(rows * stride, columns * stride))
 
 
 def _decoded_multiples(stage: Any, model: TrainedModel, decoder: TrainedModel) -> tuple[int, int]:
@@ -148,8 +148,8 @@ def _check_side(key: str, side: int, multiple: int, what: str, *, least: int) ->
 
 def _other_latents(model: TrainedModel, first: str, decoder: TrainedModel, second: str) -> ConfigError:
     return ConfigError(
-        f"{decoder.origin}: decodes the semantic latents of {second}, and {model.origin} paints those of {first}. Name "
-        "a Stage B that was trained with the same compressor."
+        f"{decoder.origin}: decodes the semantic latents of {second}, and {model.origin} samples those of {first}. "
+        "Name a Stage B that was trained with the same compressor."
     )
 
 
@@ -179,21 +179,21 @@ def loaded(model: TrainedModel, world: World) -> Iterator[Parts]:
         yield parts
 
 
-def paint(
+def sample_images(
     model: TrainedModel, decoder: TrainedModel | None, batches: Iterable[PromptBatch], *, sizes: Sizes, seed: int
 ) -> list[Image.Image]:
-    """Paint in a process group for this alone: with Stage C, B and A, or without a decoder one stage alone. Collective.
+    """Sample with Stage C, B and A in a process group for this alone; without a decoder, one stage alone. Collective.
 
-    That are previews of Stage C, or reconstructions of Stage B. Stage C is freed before Stage B is loaded.
+    Previews of Stage C, or reconstructions of Stage B. Stage C is freed before Stage B is loaded.
     """
     images: list[Image.Image] = []
     with process_group() as world:
         with loaded(model, world) as parts:
             if decoder is None:
-                painter = build_painter(model.cfg, parts, sizes.painted)
+                image_sampler = build_image_sampler(model.cfg, parts, sizes.sampled)
                 for batch in batches:
                     noise = draws(seed, batch, "generate")
-                    images += to_images(painter.paint(batch.captions, None, noise, batch.guide))
+                    images += to_images(image_sampler.sample(batch.captions, None, noise, batch.guide))
                 return images
             compressor, sample = Fingerprint.of(parts.stage), latent_sampler(model, parts, sizes, seed)
             sampled = [(batch, sample(batch).cpu()) for batch in batches]
@@ -207,9 +207,9 @@ def paint(
 
 def latent_sampler(model: TrainedModel, parts: Parts, sizes: Sizes, seed: int) -> Callable[[PromptBatch], Tensor]:
     """Return what samples a batch's latents with a loaded Stage C."""
-    painter = build_painter(model.cfg, parts, sizes.painted)
-    assert isinstance(painter, DiffusionPainter), "a Stage C is sampled by diffusion"
-    return lambda batch: painter.latents(batch.captions, None, draws(seed, batch, "generate"), batch.guide)
+    image_sampler = build_image_sampler(model.cfg, parts, sizes.sampled)
+    assert isinstance(image_sampler, DiffusionImageSampler), "a Stage C is sampled by diffusion"
+    return lambda batch: image_sampler.latents(batch.captions, None, draws(seed, batch, "generate"), batch.guide)
 
 
 def latent_decoder(
@@ -217,10 +217,12 @@ def latent_decoder(
 ) -> Callable[[PromptBatch, Tensor], Tensor]:
     """Return what decodes latents with a loaded Stage B, if they are of its compressor."""
     check_same_latents(model, compressor, decoder, Fingerprint.of(parts.stage))
-    painter = build_painter(decoder.cfg, parts, sizes.picture)
+    image_sampler = build_image_sampler(decoder.cfg, parts, sizes.picture)
 
     def decode(batch: PromptBatch, latent_BCHW: Tensor) -> Tensor:
-        return painter.paint(batch.captions, None, draws(seed, batch, "decode"), Guide(semantic_BCHW=latent_BCHW))
+        return image_sampler.sample(
+            batch.captions, None, draws(seed, batch, "decode"), Guide(semantic_BCHW=latent_BCHW)
+        )
 
     return decode
 
@@ -258,7 +260,7 @@ class Fingerprint:
 
 
 def check_same_latents(model: TrainedModel, first: Fingerprint, decoder: TrainedModel, second: Fingerprint) -> None:
-    """Refuse a Stage B that decodes other latents than a Stage C paints: their compressors differ."""
+    """Refuse a Stage B that decodes other latents than a Stage C samples: their compressors differ."""
     if first.digest != second.digest:
         raise _other_latents(model, str(first), decoder, str(second))
 

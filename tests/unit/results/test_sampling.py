@@ -11,7 +11,7 @@ from PIL import Image
 
 from cascade_train.commands.generate import GenerateArgs
 from cascade_train.errors import ConfigError
-from cascade_train.results.paint import GuideFiles
+from cascade_train.results.sampling import GuideFiles
 
 
 def picture(folder: Path, name: str, mode: str = "RGB", size: tuple[int, int] = (40, 20)) -> str:
