@@ -31,7 +31,6 @@ from cascade_train.commands.generate import GenerateArgs, sampled
 from cascade_train.commands.parts.command_line import filled
 from cascade_train.commands.plan import PlanArgs, checked, planned
 from cascade_train.commands.train import train as train_command
-from cascade_train.config.components import without_types
 from cascade_train.config.error_messages import in_our_words
 from cascade_train.config.groups import nearest
 from cascade_train.config.launch import (
@@ -120,7 +119,8 @@ def called_rightly(function: F) -> F:
             hint = nearest(wrong, signature.parameters)
             if wrong and not hint and "overrides" in signature.parameters:
                 hint = f" An override is a text: {name}('{wrong}={options[wrong]}')."
-            form = f"{name}{without_types(signature)}"
+            bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+            form = f"{name}{inspect.Signature(bare)}"
             raise ConfigError(f"{name}(): {error}. Call it as {form}.{hint}") from None
         return function(*args, **options)
 
