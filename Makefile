@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup test slow recipes gpu canary soak demo docs lint format clean
+.PHONY: help setup test slow recipes gpu soak demo docs lint format clean
 
 # The first Python >= 3.11 found; PYTHON=/path/to/python chooses another.
 ifndef PYTHON
@@ -36,9 +36,6 @@ recipes: setup  ## set up and run every published recipe and network at its full
 
 gpu: setup  ## set up and run what only a CUDA device can show; all other tests hide it and run on the CPU
 	$(BIN)/python -m pytest --gpu $(PYTEST_ARGS)
-
-canary: setup  ## run the unit tests on the newest of everything, in .canary, and say which library broke what
-	@$(BIN)/python scripts/canary.py -n $(WORKERS) $(PYTEST_ARGS)
 
 soak: setup  ## set up and train with kills at random moments, to the same bits as without
 	$(BIN)/python bench/soak.py --steps $(STEPS) --kill-every $(KILL_EVERY) --seed $(SEED)

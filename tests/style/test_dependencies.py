@@ -85,14 +85,3 @@ def test_every_import_is_a_declared_dependency() -> None:
 def test_what_is_imported_on_demand_is_an_extra(package: str) -> None:
     brought_by = {normal(d) for d in distributions_of().get(package, [DISTRIBUTIONS.get(package, package)])}
     assert brought_by & names(project()["optional-dependencies"][EXTRAS[package]])
-
-
-def test_an_extra_brings_what_is_used() -> None:
-    plugins = {"slurm"}  # hydra finds its launcher by itself
-    assert project()["optional-dependencies"].keys() == {*EXTRAS.values(), *plugins, "docs", "dev"}
-
-
-def test_every_dependency_is_imported() -> None:
-    launchers = {"accelerate"}  # starts runs, tests/distributed/test_accelerate_launch.py
-    distributions = {normal(d) for package in imported() for d in distributions_of().get(package, [])}
-    assert names(project()["dependencies"]) <= distributions | launchers

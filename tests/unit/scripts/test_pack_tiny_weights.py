@@ -39,14 +39,6 @@ def test_every_part_is_packed_as_half_precision(tmp_path: Path, family: str) -> 
     assert sorted(beside) == sorted(part for part in parts if "text_encoder" in part), "which transformers reads"
 
 
-def test_more_than_the_package_may_hold_is_told(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(script, "FAMILIES", ((script.CASCADE, 100),))
-    assert script.main([str(runs), "--out", str(tmp_path / "out")]) == 1
-    assert "together: 0.00 MB" in capsys.readouterr().out
-
-
 def test_a_value_beyond_half_precision_is_refused(runs: Path, tmp_path: Path) -> None:
     save_file({"weight": torch.tensor([1e6])}, runs / "c" / "export" / "prior" / "model.safetensors")
     with pytest.raises(ValueError, match="prior/model.safetensors: weight holds a value that fp16 does not"):

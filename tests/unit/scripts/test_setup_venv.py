@@ -22,12 +22,6 @@ def test_uv_takes_the_index_of_pip() -> None:
     assert environ == {"HOME": "/h", "UV_DEFAULT_INDEX": "https://a/simple", "SSL_CERT_FILE": "/a.pem"}
 
 
-@pytest.mark.parametrize("name", ["UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_FIND_LINKS"])
-def test_the_users_own_settings_of_uv_stand(name: str) -> None:
-    environ = setup_venv.uv_environment({name: "mine"}, {"index-url": "https://a/simple"})
-    assert environ == {name: "mine"}
-
-
 def test_another_place_or_other_pins_need_another_set_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in setup_venv.INPUTS:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -66,8 +60,3 @@ def test_every_verb_of_the_makefile_is_explained(repository: Path) -> None:
     verbs = re.search(r"^\.PHONY: (.*)", (repository / "Makefile").read_text(), re.MULTILINE)
     assert verbs is not None
     assert {line.split()[1] for line in printed.splitlines()} == {*verbs[1].split()}
-
-
-def test_ci_runs_the_test_command_of_the_readme(repository: Path) -> None:
-    assert "\nmake test" in (repository / ".ci" / "run").read_text()
-    assert "make test" in (repository / "README.md").read_text()

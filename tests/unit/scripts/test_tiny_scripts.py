@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -74,14 +73,6 @@ def calls(log: Path) -> list[str]:
     return [line.partition(" ")[2] for line in lines if not line.startswith("stopped")]
 
 
-def wait_for(log: Path, part: str) -> None:
-    """Wait until a call has these words among its arguments."""
-    deadline = time.monotonic() + 60
-    while not any(part in call for call in calls(log)):
-        assert time.monotonic() < deadline, f"no call has {part}: {calls(log)}"
-        time.sleep(0.02)
-
-
 def living(log: Path) -> list[str]:
     """Return the calls whose processes have not ended."""
     started = [line.partition(" ") for line in log.read_text().splitlines() if not line.startswith("stopped")]
@@ -99,13 +90,6 @@ def test_every_program_gets_the_overrides_and_the_judge_comes_last(
     assert names[1][0] in programs[0]
 
 
-def test_a_part_of_the_cache_that_fails_ends_the_script_and_the_other_part(start: Start, log: Path) -> None:
-    process = start(fails="task_index=0", stays="task_index=1")
-    assert process.wait(timeout=60) == 3
-    assert living(log) == []
-    assert "task_count=2" in calls(log)[-1]
-
-
 @pytest.mark.parametrize(("fails", "stays"), [(1, 2), (2, 1)])
 def test_a_training_that_fails_stops_the_one_beside_it(
     start: Start, names: tuple[str, tuple[str, str, str]], log: Path, fails: int, stays: int
@@ -114,15 +98,3 @@ def test_a_training_that_fails_stops_the_one_beside_it(
     assert process.wait(timeout=60) == 3
     assert living(log) == []
     assert not calls(log)[-1].startswith("bench")
-
-
-@pytest.mark.parametrize(("which", "number", "code"), [(0, signal.SIGTERM, 143), (1, signal.SIGINT, 130)])
-def test_a_signal_to_the_script_alone_stops_what_it_started(
-    start: Start, names: tuple[str, tuple[str, str, str]], log: Path, which: int, number: signal.Signals, code: int
-) -> None:
-    process = start(stays=names[1][which])
-    wait_for(log, names[1][which])
-    process.send_signal(number)
-    assert process.wait(timeout=60) == code
-    assert living(log) == []
-    assert any(line.startswith("stopped") and names[1][which] in line for line in log.read_text().splitlines())
