@@ -148,6 +148,11 @@ def compile_eagerly(out: Path) -> None:
     nn.Module.compile = partialmethod(nn.Module.compile, backend="aot_eager")
 
 
+def only_trace(out: Path) -> None:
+    """Trace compiled units as torch.compile does, and run what was traced as it is."""
+    nn.Module.compile = partialmethod(nn.Module.compile, backend="eager")
+
+
 def count_loading(out: Path) -> None:
     """Write the bytes of the network before and after it got memory, and of each read of its weights."""
     seen: dict[str, Any] = {"reads": []}
@@ -195,6 +200,7 @@ HOOKS = {
         look_at_averages,
         look_at_dtypes,
         compile_eagerly,
+        only_trace,
         count_loading,
         die_before_exports,
         gather_at_once,

@@ -20,7 +20,7 @@ SD = (*untrained("sd_tiny"), "objective=ddpm", "task=controlnet", *BOTH)
 WHOLE = {"alone": (1, None, OWN), "ddp": (2, None, (*OWN, "parallel=ddp")), "sd_alone": (1, None, SD)}
 SPLIT = {
     "fsdp": (2, "look_at_dtypes", (*OWN, "parallel=fsdp")),
-    "compiled": (2, "gather_at_once compile_eagerly", (*OWN, "parallel=fsdp", "compile=regional")),
+    "compiled": (2, "gather_at_once only_trace", (*OWN, "parallel=fsdp", "compile=regional")),
     "sd_fsdp": (2, "look_at_dtypes", (*SD, "parallel=fsdp")),
 }
 splits_codes = pytest.mark.skipif(not SPLITS_CODES, reason="splitting codes needs torch 2.12")
