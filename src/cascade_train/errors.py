@@ -38,14 +38,6 @@ class RunError(RuntimeError):
         self.shared = shared
 
 
-class RankLostError(RunError):
-    """Another rank has ended or hangs; `code` is the exit code, that of the rank that ended where it is known."""
-
-    def __init__(self, message: str, *, shared: bool = False, code: int = 1) -> None:
-        super().__init__(message, shared=shared)
-        self.code = code
-
-
 def line_of_user(error: BaseException) -> str:
     """Return the innermost line of a user's own file below ours, as "mine.py, line 3, in loss: "; or empty."""
     installed = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
@@ -62,6 +54,11 @@ LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Timed out waiting \d+ms|Application timeout caused pair closure|Broken pipe"
 )
 """Messages of gloo on the other ranks when one has ended or hangs."""
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an exchange failed because another rank has ended or hangs."""
+    return isinstance(error, RuntimeError) and not isinstance(error, RunError) and bool(LOST_PEER.search(str(error)))
 
 
 class Interrupted(KeyboardInterrupt):

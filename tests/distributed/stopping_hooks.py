@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cascade_train.data.loading.feed import Loader
+from cascade_train.engine.faults import stopping
 from cascade_train.engine.loop import Trainer
 from cascade_train.engine.run.lock import LOCK_NAME
 
@@ -49,6 +51,20 @@ def hold_rank_one(out: Path) -> None:
             time.sleep(0.1)
 
     in_step(5, hang, rank=1)(out)
+
+
+def starve_rank_one(out: Path) -> None:
+    """Let no data reach rank 1 after the second step, and end it by a signal."""
+    stopping.PATIENCE_SECONDS = 0.5
+    take = Loader.__next__
+
+    def wait(self: Loader) -> Any:
+        if self.position == 2 and os.environ["RANK"] == "1":
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(600)
+        return take(self)
+
+    Loader.__next__ = wait
 
 
 terminate_rank_one = in_step(1, lambda: signal.raise_signal(signal.SIGTERM), rank=1)

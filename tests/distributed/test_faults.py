@@ -43,12 +43,14 @@ class Fault:
 
 FAULTS = {
     "killed_while_writing": Fault(
-        hook="kill_while_writing", codes=[1, -9], words=("Ranks are lost: rank 1", "The same command continues")
+        hook="kill_while_writing",
+        codes=[1, -9],
+        words=("The connection to another rank was lost", "The same command continues"),
     ),
     "killed_while_publishing": Fault(
         hook="kill_while_publishing",
         codes=[-9, 1],
-        words=("Rank 0 has ended", "rank 1 is in step ", "The same command continues"),
+        words=("The connection to another rank was lost", "The same command continues"),
         next_starts=(("truncate_newest", 0, "step_4 is damaged and skipped: __1_0.distcp has"),),
     ),
     "disk_full": Fault(

@@ -1,4 +1,4 @@
-"""Two ranks that are stopped and continued, by as many ranks or fewer, and that roll back together."""
+"""Two ranks that are stopped and continued, by as many ranks or fewer, and that go on without a bad sample."""
 
 import json
 import random
@@ -8,7 +8,7 @@ import torch
 
 from cascade_train.commands.export import ExportArgs, export
 from cascade_train.engine.checkpoint.folder import read_manifest
-from tests.distributed.resume_hooks import NOT_FINITE, SPIKING
+from tests.distributed.resume_hooks import NOT_FINITE
 from tests.distributed.test_modes import NARROW, fork, said
 from tests.integration.runs import exported_weights, read_metrics
 
@@ -23,8 +23,7 @@ SHORT = (
 )
 EXACT = ("task=finetune", *SHORT, "objective=adaptive", f"checkpoint.every_steps={STOP}")
 LORA = ("task=lora", *SHORT, "model.weights={base}", "task.dropout=0.5", "optimizer.lr=1e-2", "train.precision=bf16")
-ROLLING = ("task=finetune", *SHORT, "objective=adaptive", "rollback.enabled=true")
-LATER = ("train.max_steps=8", "rollback.spike_factor=20", "rollback.window_steps=1")
+SPOILED = ("task=finetune", *SHORT, "objective=adaptive", "checkpoint.every_steps=1")
 ALONE = ("parallel=auto", "train.micro_batch_size=4", "data.num_workers=0")
 RUNS = {
     "base": (2, "resume_hooks.note_keys", EXACT),
@@ -32,15 +31,15 @@ RUNS = {
     "alone_of_base": (1, "resume_hooks.cut_back", (*EXACT, *ALONE)),
     "lora": (2, None, (*LORA, "checkpoint.every_steps=2")),
     "rest_of_lora": (2, "resume_hooks.cut_back", (*LORA, "checkpoint.every_steps=2")),
-    "rolled": (2, "resume_hooks.spoil_one", ROLLING),
-    "later@rolled": (1, "resume_hooks.spoil_two", (*ROLLING, *ALONE, *LATER)),
+    "spoiled": (2, "resume_hooks.spoil_one", SPOILED),
+    "later@spoiled": (1, "resume_hooks.spoil_one", (*SPOILED, *ALONE, f"data.exclude=['{NOT_FINITE}']")),
 }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Where all runs lie, each beside a folder of what its ranks noted."""
-    return fork(tmp_path_factory.mktemp("resume"), RUNS)
+    return fork(tmp_path_factory.mktemp("resume"), RUNS, {"spoiled": 1})
 
 
 def keys(directory, name):
@@ -83,23 +82,11 @@ def test_an_average_is_built_alike_from_checkpoints_of_two_ranks_and_of_one(runs
     assert any(not torch.equal(value, own[name]) for name, value in found.items())
 
 
-def test_two_ranks_roll_back_together_and_leave_the_sample_out(runs):
-    steps = keys(runs, "rolled")
-    assert [step for step, _ in steps] == [1, 2, 3, 3, 4]
-    assert [NOT_FINITE in batch for _, batch in steps] == [False, False, True, False, False]
-    assert sum(one != other for one, other in zip(steps[2][1], steps[3][1], strict=True)) == 1
-    line = json.loads((runs / "rolled" / "rolled_back.jsonl").read_text().splitlines()[0])
-    assert (line["step"], line["back_to"], line["keys"]) == (3, 2, [NOT_FINITE])
-    assert said(runs, "rolled").count(f"Rolled back to step 2, without {NOT_FINITE}, since: Step 3, phase train") == 1
-
-
-def test_a_later_start_still_leaves_it_out_and_may_roll_back_from_a_spike(runs):
-    steps = keys(runs, "later@rolled")
-    assert [step for step, _ in steps] == [5, 6, 5, 6, 7, 8]
-    assert not any(NOT_FINITE in batch for _, batch in steps)
-    assert [SPIKING in batch for _, batch in steps] == [False, True, False, False, False, False]
-    lines = [json.loads(line) for line in (runs / "rolled" / "rolled_back.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["back_to"], line["keys"]) for line in lines[1:]] == [(6, 4, [SPIKING])]
-    rows = read_metrics(runs / "rolled")
-    assert [row["step"] for row in rows] == list(range(1, 9))
-    assert max(row["loss"] for row in rows) < 5
+def test_a_run_goes_on_without_the_sample_that_ended_it(runs):
+    """The keys of the sample are those that the error names, and the plan of all others is as it was."""
+    assert said(runs, "spoiled").count(f"""'data.exclude=["{NOT_FINITE}"]'""") == 1
+    before, after = keys(runs, "spoiled"), keys(runs, "later@spoiled")
+    assert ([step for step, _ in before], [step for step, _ in after]) == ([1, 2, 3], [3, 4])
+    moved = [one for one, other in zip(before[2][1], after[0][1], strict=True) if one != other]
+    assert moved == [NOT_FINITE]
+    assert [row["step"] for row in read_metrics(runs / "spoiled")] == [1, 2, 3, 4]

@@ -23,9 +23,10 @@ RUNS = {
     "killed": (2, "stopping_hooks.kill_rank_one", SHORT),
     "held@killed": (2, "stopping_hooks.hold_rank_one", (*SHORT, "run.timeout_seconds=5")),
     "next@killed": (2, None, SHORT),
+    "waiting": (2, "stopping_hooks.starve_rank_one", SHORT),
 }
 CODES = dict.fromkeys(("signalled", "again@signalled", "third@signalled", "limited@signalled"), 75)
-CODES |= {"killed": [1, -9], "held@killed": 1}
+CODES |= {"killed": [1, -9], "held@killed": 1, "waiting": [1, 75]}
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +61,15 @@ def test_a_stop_saves_once_and_leaves_a_note_until_the_run_goes_on(runs):
     assert not (runs / "signalled" / "stopped.json").exists()
 
 
-def test_a_rank_that_is_killed_is_named_with_its_step(runs):
-    heard = said(runs, "killed")
-    assert heard.count("Ranks are lost: rank 1 on ") == 1
-    assert "(in step 3, begun" in heard
-    assert "rank 0 is in step 3" in heard
-    assert "Traceback" not in heard
+@pytest.mark.parametrize("name", ["killed", "held@killed"])
+def test_the_others_end_and_name_the_cause_where_a_rank_is_killed_or_hangs(runs, name):
+    heard = said(runs, name)
+    assert "The connection to another rank was lost" in heard
+    assert "The same command continues" in heard
 
 
-def test_a_rank_that_hangs_is_named_and_says_where(runs):
-    (waiting,), (hanging,) = (list((runs / "held@killed_notes").glob(f"said_{rank}")) for rank in (0, 1))
-    assert "Ranks are lost: rank 1 on " in waiting.read_text()
-    assert "(in step 5, begun" in waiting.read_text()
-    assert "stopping_hooks.py" in hanging.read_text(), "the stack of the thread that hangs"
+def test_a_signal_ends_a_rank_that_waits_for_data_and_with_it_the_others(runs):
+    assert "Rank 1 waited for data in vain" in said(runs, "waiting")
 
 
 def test_the_next_start_continues_after_a_rank_was_killed_and_after_one_hung(runs):

@@ -237,7 +237,7 @@ def test_a_watched_run_is_judged_at_each_checkpoint(
 def a_step_that_is_saved_anew_is_judged_anew(
     run: Path, given: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Watch a run whose step 2 was half judged, and numbered, of weights that a rollback has replaced since."""
+    """Watch a run whose step 2 was half judged, and numbered, of weights that a resume has replaced since."""
     settings, lines = run / "evaluation" / "step_2" / "settings.json", run / "evaluation.jsonl"
     made = json.loads(settings.read_text())
     settings.write_text(json.dumps(made | {"from": "earlier"}))
@@ -294,7 +294,7 @@ def test_a_watch_of_a_finished_run_that_is_continued_goes_on(tmp_path: Path) -> 
     save(6, finished=True)
     assert looked({4, 5, 6}) == (None, True)
     save(5, finished=False, weights="second")
-    assert looked({4, 5, 6}) == (5, False), "saved again after a rollback"
+    assert looked({4, 5, 6}) == (5, False), "saved again after a resume"
 
 
 @pytest.mark.parametrize(

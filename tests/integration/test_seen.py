@@ -32,7 +32,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 READ = (
     *("start.json", "metrics.jsonl", "environment.json", "config.yaml", "weights.json", "evaluation.jsonl"),
-    *("config_history.jsonl", "rolled_back.jsonl", "stopped.json", "export/exported.json", "quarantine/rank_0.jsonl"),
+    *("config_history.jsonl", "stopped.json", "export/exported.json", "quarantine/rank_0.jsonl"),
     "checkpoints/step_2/manifest.json",
 )
 

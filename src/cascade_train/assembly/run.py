@@ -30,13 +30,10 @@ from cascade_train.data.data_set import DataSet, open_data_set
 from cascade_train.data.loading.feed import Feed
 from cascade_train.data.source import Source
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
-from cascade_train.distributed.lost_ranks import Heartbeat
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.distributed.rng import set_deterministic
 from cascade_train.engine.checkpoint.folder import Retention, read_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
-from cascade_train.engine.faults.bad_step import SpikeWatch
-from cascade_train.engine.faults.rollback import Rollback, RolledBackList
 from cascade_train.engine.faults.stopping import Stopping, TimeLimit, code_of_stop
 from cascade_train.engine.faults.unreadable import UnreadableList
 from cascade_train.engine.loop import Cadence, Trainer
@@ -47,10 +44,9 @@ from cascade_train.engine.phase import BoundPhase, averaged, whole_state
 from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.run.directory import RunDirectory, claimed
-from cascade_train.engine.run.on_end import run_end_hook
 from cascade_train.engine.run.report import write_report
 from cascade_train.engine.tracking import build_tracker
-from cascade_train.errors import ConfigError, RankLostError, RunError
+from cascade_train.errors import ConfigError, RunError, is_lost_peer
 from cascade_train.files.output import EXPORTER, remove_written
 from cascade_train.files.run_folder import EXPORT, exported_step
 from cascade_train.models.formats.weights_source import refuse_missing, weights_found_once
@@ -70,26 +66,24 @@ def train(cfg: DictConfig) -> int:
         Interrupted: a signal during set-up, or one that was repeated.
     """
     with Signals() as signals, process_group() as world:
-        heartbeat = Heartbeat(rank=world.rank, ranks=world.ranks, timeout_seconds=cfg.run.timeout_seconds)
-        with heartbeat.reporting_errors(), heartbeat.naming_lost_ranks():
-            set_deterministic(cfg.run.deterministic)
-            make_absolute(cfg)
-            read_sample_prompts(cfg)
-            fit(cfg, world)
-            parts = build_parts(cfg)
-            if not gc.isenabled():  # in a process of its own (__main__): what it has imported stays
-                gc.freeze()
-                gc.enable()
-            data = open_data(cfg, parts.task, world)
-            data.check_sides(parts.stage.image_multiple)
-            plain = to_plain(cfg)
-            if isinstance(data.training.source, Cached):
-                take_cache(plain, parts.stage, parts.task, data.training.source)
-            with claimed(Path(cfg.run.dir), config=plain, resume=cfg.run.resume, free_keys=free_keys(plain)) as run:
-                if not run.finished:
-                    return train_in(run, cfg, parts, data, world, signals, heartbeat)
-            log.info("%s is finished. Raise train.max_steps to train on, or choose another run.name.", run.path)
-            return 0
+        set_deterministic(cfg.run.deterministic)
+        make_absolute(cfg)
+        read_sample_prompts(cfg)
+        fit(cfg, world)
+        parts = build_parts(cfg)
+        if not gc.isenabled():  # in a process of its own (__main__): what it has imported stays
+            gc.freeze()
+            gc.enable()
+        data = open_data(cfg, parts.task, world)
+        data.check_sides(parts.stage.image_multiple)
+        plain = to_plain(cfg)
+        if isinstance(data.training.source, Cached):
+            take_cache(plain, parts.stage, parts.task, data.training.source)
+        with claimed(Path(cfg.run.dir), config=plain, resume=cfg.run.resume, free_keys=free_keys(plain)) as run:
+            if not run.finished:
+                return train_in(run, cfg, parts, data, world, signals)
+        log.info("%s is finished. Raise train.max_steps to train on, or choose another run.name.", run.path)
+        return 0
 
 
 def train_in(
@@ -99,7 +93,6 @@ def train_in(
     data: DataSet,
     world: World,
     signals: Signals,
-    heartbeat: Heartbeat,
 ) -> int:
     """Train in a claimed directory to the exports or a stop; return the exit code. Collective."""
     with run.withdrawn_on_failure():
@@ -111,14 +104,7 @@ def train_in(
             phases = build_phases(cfg, parts, world)
             specs, resumed = weight_specs(cfg, parts), run.resume_from is not None
             from_rank_zero(lambda: record_weights(run.path, specs, initial=initial, resumed=resumed))
-        trainer = build_trainer(cfg, parts, phases, data, run, world, signals, heartbeat)
-        rollback = Rollback(
-            listed=RolledBackList(run.rolled_back_path),
-            max_times=cfg.rollback.max_times if cfg.rollback.enabled else None,
-            origin=run.resume_from,
-            cut_metrics=run.cut_metrics,
-        )
-        trainer.feed.exclude(rollback.listed.keys)
+        trainer = build_trainer(cfg, parts, phases, data, run, world, signals)
         if run.resume_from is not None:
             trainer.restore(run.resume_from)
         elif not run.created:
@@ -135,18 +121,17 @@ def train_in(
     for text in texts if world.is_main else ():
         log.warning("%s", text)
     signals.wait_for_votes()
-    with run_end_hook(cfg.run.on_end, trainer, run.path), ExitStack() as stack:
+    with ExitStack() as stack:
         if world.is_main:
             stack.callback(write_report, run.path, lambda: recipe_of(overrides(), to_plain(cfg)))
         try:
-            with heartbeat.naming_lost_ranks():
-                rollback.run(trainer)
-                if trainer.stopped is None:
-                    write_exports(cfg, parts.task, phases, run.export, run=run.path, step=trainer.step)
-                    run.record_exports(trainer.step)
-                    trainer.tracker.alert("Finished", f"{cfg.run.name} finished at step {trainer.step}.")
+            trainer.run()
+            if trainer.stopped is None:
+                write_exports(cfg, parts.task, phases, run.export, run=run.path, step=trainer.step)
+                run.record_exports(trainer.step)
+                trainer.tracker.alert("Finished", f"{cfg.run.name} finished at step {trainer.step}.")
         except (Exception, KeyboardInterrupt) as error:
-            if isinstance(error, RankLostError | KeyboardInterrupt):
+            if isinstance(error, KeyboardInterrupt) or is_lost_peer(error):
                 trainer.store.abandon()
             trainer.tracker.alert("Failed", str(error) or type(error).__name__)
             raise
@@ -188,7 +173,6 @@ def build_trainer(
     run: RunDirectory,
     world: World,
     signals: Signals,
-    heartbeat: Heartbeat,
 ) -> Trainer:
     """Join the built parts of a run. Collective."""
     feed = data.training_feed(
@@ -215,7 +199,6 @@ def build_trainer(
     )
     keys = ("keep_last", "keep_every_steps", "keep_best", "best_metric", "keep_optimizer")
     retention = Retention(**{key: cfg.checkpoint[key] for key in keys}, best_mode=cfg.checkpoint.best_mode.value)
-    factor, window_steps = cfg.rollback.spike_factor, cfg.rollback.window_steps
     return Trainer(
         world=world,
         task=parts.task,
@@ -238,8 +221,7 @@ def build_trainer(
         loss_curve=LossCurve(run.metrics_path, is_main=world.is_main),
         unreadable=UnreadableList(run.quarantine, rank=world.rank, met=feed.skipped),
         stopping=Stopping(signals=signals, limit=_time_limit(cfg), timeout_seconds=cfg.run.timeout_seconds),
-        heartbeat=heartbeat,
-        spikes=None if factor is None else SpikeWatch(factor=factor, window_steps=window_steps),
+        timeout_seconds=cfg.run.timeout_seconds if world.ranks > 1 else None,
     )
 
 

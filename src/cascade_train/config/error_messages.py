@@ -37,12 +37,11 @@ from cascade_train.config.schema import COMPONENTS, Root
 from cascade_train.errors import (
     INTERRUPTED,
     LESS_MEMORY,
-    LOST_PEER,
     STOPPED,
     ConfigError,
     Interrupted,
-    RankLostError,
     RunError,
+    is_lost_peer,
     line_of_user,
     unwritten,
 )
@@ -134,15 +133,13 @@ def _report(error: Exception) -> int:
         return 1
     if rank == "0":
         _say(logged(paragraph))
-    elif isinstance(error, RunError) and not error.shared:
+    elif (isinstance(error, RunError) and not error.shared) or (rank == "1" and is_lost_peer(error)):  # rank 0's, maybe
         _say(f"[rank {rank}] {logged(paragraph)}")
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         if os.environ.get("LOCAL_RANK") == "0":  # on another machine than rank 0, with a torchrun of its own
             _write_error_file(logged(paragraph))
         with handling(lambda *_: os._exit(0)):  # torchrun ends this rank with rank 0, and lists those with other codes
             time.sleep(SECONDS_FOR_RANK_ZERO)
-    if isinstance(error, RankLostError):
-        return error.code
     return 1 if _is_of_runtime(error) else 2
 
 
@@ -171,8 +168,12 @@ def paragraph_of(error: Exception) -> str | None:
             return _value(error)
         case yaml.YAMLError():
             return f"A configuration file is not valid YAML: {_one_line(error)}"
-        case RuntimeError() if LOST_PEER.search(str(error)):
-            return "The connection to another rank was lost: that rank ended first, or hangs; its own message says why."
+        case RuntimeError() if is_lost_peer(error):
+            return (
+                "The connection to another rank was lost: it has ended, and its output says why; it was killed, as the"
+                " system does when memory runs out; or it hangs, for longer than run.timeout_seconds. The same command"
+                " continues from the newest checkpoint."
+            )
         case OSError() if error.errno in NO_ROOM:
             what = unwritten(Path(error.filename), error) if error.filename else f"A file could not be written: {error}"
             return f"{what}. Free space there, or give another folder."

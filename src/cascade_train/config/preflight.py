@@ -214,11 +214,6 @@ def _check_run(root: Root) -> None:
     is_validated = root.validate.every_steps is not None or root.validate.every_epochs is not None
     if metric.startswith(("validate/", "validate_ema/")) and not is_validated:
         raise ConfigError(f"checkpoint.best_metric={metric} is never measured. Set validate.every_steps, e.g. 500.")
-    if root.rollback.enabled and root.checkpoint.every_steps is None and root.checkpoint.every_epochs is None:
-        raise ConfigError(
-            "rollback.enabled=true goes back to checkpoints, and with checkpoint.every_steps=null there is only the "
-            "final one. Set checkpoint.every_steps, e.g. 1000."
-        )
 
 
 def _check_libraries(cfg: DictConfig) -> None:

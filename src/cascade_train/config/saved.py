@@ -54,7 +54,6 @@ def load_saved_config(folder: Path, *, allow_any_target: bool = False, key: str 
     cfg = OmegaConf.merge(OmegaConf.structured(Root), saved)
     assert isinstance(cfg, DictConfig)
     cfg.run.allow_any_target = True  # checked already, and closer
-    cfg.run.on_end = None  # a look at a run never runs its command
     cfg.parallel = SINGLE_RANK
     return preflight(cfg, ranks=1, components=INSPECTED_NODES)
 

@@ -15,7 +15,6 @@ from cascade_train.config.schema_outputs import (
     CheckpointConfig,
     LogConfig,
     ProfileConfig,
-    RollbackConfig,
     SampleConfig,
     TrackerConfig,
     ValidateConfig,
@@ -54,13 +53,8 @@ class RunConfig:
     """Save and end before the job is this old, counted from the start of its processes; null = no limit."""
     timeout_seconds: float
     """How long a step waits for a rank that hangs, from the second step on."""
-    on_end: str | None = None
-    """Shell command that rank 0 runs, for 20 s at most, when the run has finished, stopped or failed; it reads what
-    happened in `CASCADE_TRAIN_EVENT`, `_RUN_DIR`, `_STEP` and `_MESSAGE`; null = none."""
 
     def __post_init__(self) -> None:
-        if self.on_end is not None and not self.on_end.strip():
-            raise ConfigError("run.on_end='' must name a command, e.g. run.on_end=./notify.sh; null for none.")
         if not self.name or "/" in self.name or self.name in {".", ".."}:
             raise ConfigError(f"run.name={self.name!r} must be one folder name. Set the folder itself by run.dir.")
         if not self.dir:
@@ -202,7 +196,6 @@ class Root:
     """Attention kernel of the network."""
     log: LogConfig
     checkpoint: CheckpointConfig
-    rollback: RollbackConfig
     sample: SampleConfig
     validate: ValidateConfig
     profile: ProfileConfig

@@ -1,4 +1,4 @@
-"""The typed nodes of what a run saves and shows: checkpoints, rollback, log, samples, validation, profile, tracker."""
+"""The typed nodes of what a run saves and shows: checkpoints, log, samples, validation, profile, tracker."""
 
 from __future__ import annotations
 
@@ -55,27 +55,6 @@ class CheckpointConfig:
                 f"checkpoint.{key} has no effect with checkpoint.keep_last=null: all checkpoints stay as they are."
                 " Set checkpoint.keep_last, e.g. checkpoint.keep_last=2."
             )
-
-
-@dataclass(kw_only=True)
-class RollbackConfig:
-    """Going back to the newest checkpoint after a bad step, without the samples at fault."""
-
-    enabled: bool
-    """Go back; false = a loss or gradient norm that is not finite ends the run."""
-    spike_factor: float | None
-    """A mean loss of more than this times the running median is bad too; null = only what is not finite."""
-    window_steps: int
-    """Optimizer steps of that median; until that many have run, no loss is a spike."""
-    max_times: int
-    """Rollbacks of a run in all; after these a bad step ends it."""
-
-    def __post_init__(self) -> None:
-        limit(self, "rollback", "spike_factor", above=1.0)
-        limit(self, "rollback", "window_steps", "max_times", least=1)
-        if self.spike_factor is not None and not self.enabled:
-            factor = f"rollback.spike_factor={self.spike_factor}"
-            raise ConfigError(f"{factor} has no effect without rollback.enabled=true. Set both, or the factor to null.")
 
 
 @dataclass(kw_only=True)

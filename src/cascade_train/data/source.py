@@ -47,6 +47,7 @@ class Source(abc.ABC):
     captions: Captions = field(default_factory=Captions)
     size_filters: list[list[Any]] | dict[str, str] | None = None
     quarantine: Order[File[str | None]] = None
+    exclude: Free[list[str] | None] = None
     flip_prob: Share[float] = 0.0
     max_pixels: Positive[int | None] = 2**27
     max_file_mib: Positive[int | None] = 128

@@ -176,6 +176,16 @@ def own_device(store: dist.Store, rank: int, ranks: int) -> torch.device:
     return torch.device("cuda", index) if gpus else torch.device("cpu")
 
 
+@contextmanager
+def step_timeout(groups: Sequence[dist.ProcessGroup], seconds: float) -> Iterator[None]:
+    """Limit how long exchanges within the block wait, in the default group and others."""
+    set_timeout(groups, seconds)
+    try:
+        yield
+    finally:
+        set_timeout(groups, SET_UP_SECONDS)
+
+
 def set_timeout(groups: Sequence[dist.ProcessGroup], seconds: float) -> None:
     """Set how long later exchanges wait, in the default group and others."""
     default = dist.group.WORLD

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from cascade_train.batch import Batch
-from cascade_train.distributed.lost_ranks import Heartbeat
 from cascade_train.distributed.parallelize import groups_of, set_gradient_sync
-from cascade_train.distributed.process_group import World
+from cascade_train.distributed.process_group import World, step_timeout
 from cascade_train.distributed.rng import seed_micro_batch
 from cascade_train.engine.checkpoint.store import CheckpointStore
-from cascade_train.engine.faults.bad_step import SpikeWatch, Trace, not_finite
+from cascade_train.engine.faults.bad_step import Trace, not_finite
 from cascade_train.engine.faults.stopping import Request, Stopping
 from cascade_train.engine.faults.unreadable import UnreadableList
 from cascade_train.engine.loss_charts import LossCurve, LossPlot
@@ -43,7 +42,13 @@ log = logging.getLogger(__name__)
 
 
 class Feed(Protocol):
-    """The source of micro-batches; its position counts the steps yielded, never those prefetched."""
+    """The source of micro-batches; its position counts the steps yielded, never those prefetched.
+
+    Attributes:
+        excluded: keys of samples that others stand in for (`data.exclude`).
+    """
+
+    excluded: frozenset[str]
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """Yield, per optimizer step, this rank's micro-batches, all of one shape."""
@@ -53,9 +58,6 @@ class Feed(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a position."""
-
-    def exclude(self, keys: Collection[str]) -> None:
-        """Replace samples by others from the next step on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,7 @@ class Trainer:
     Attributes:
         step: optimizer steps taken.
         stopped: why and where `run` ended before the last step, in a sentence; None = it did not.
+        timeout_seconds: how long a step waits for other ranks, from the second on, since the first may compile.
     """
 
     world: World
@@ -96,15 +99,14 @@ class Trainer:
     loss_curve: LossCurve | None = None
     unreadable: UnreadableList | None = None
     stopping: Stopping | None = None
-    heartbeat: Heartbeat | None = None
-    spikes: SpikeWatch | None = None
+    timeout_seconds: float | None = None
     stopped: str | None = field(default=None, init=False)
     step: int = field(default=0, init=False)
     samples_seen: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._withheld = torch.zeros((), dtype=torch.float32, device=self.world.device)  # as fused optimizers take it
-        self._saved_step = 0
+        self._first_step, self._saved_step = 1, 0
         self._traces: list[Trace] = []
 
     def run(self) -> None:
@@ -116,7 +118,7 @@ class Trainer:
         while self.step < self.max_steps:
             if (micro_batches := self._next(feed)) is None:
                 return self.stop()
-            with self._watched():
+            with self._limited_wait():
                 values = self.train_step(micro_batches)
             self.store.prepare(lambda: training_state(self.phases, self.task))
             measured = self.validation is not None and self._due(self.cadence.validate)
@@ -168,6 +170,7 @@ class Trainer:
                 return next(feed)
         except Interrupted:
             if self.world.ranks > 1:  # others may be in the step already
+                log.warning("Rank %d waited for data in vain: the step before it is not saved.", self.world.rank)
                 raise
             return None
         except StopIteration:
@@ -208,15 +211,14 @@ class Trainer:
             self.stop_if_bad()
 
     def stop_if_bad(self) -> None:
-        """Raise when an update was withheld, or a loss stands out. Collective then.
+        """Raise where an update was withheld. Collective then.
 
         Raises:
-            BadStepError: names the step, the phase, and rank and key of each sample at fault.
+            RunError: names the step, the phase, and rank and key of each sample at fault.
         """
         if bool(self._withheld):
-            raise not_finite(next(trace for trace in self._traces if not bool(trace.is_finite())))
-        if self.spikes is not None:
-            self.spikes.check(self._traces)
+            bad = next(trace for trace in self._traces if not bool(trace.is_finite()))
+            raise not_finite(bad, excluded=self.feed.excluded)
 
     def flush(self) -> None:
         """Bring the steps since the last flush to the host: metrics file, tracker, progress. The one host sync."""
@@ -279,28 +281,13 @@ class Trainer:
         self.tracker.finish()
 
     def restore(self, path: Path) -> None:
-        """Continue from a checkpoint; in the middle of a run, its steps since then are forgotten. Collective."""
-        self._forget()
+        """Continue from a checkpoint. Collective."""
         facts = restore_training_state(self.store, path, self.phases, self.task)
         self.feed.load_state_dict(facts["data"])
         self.step, self.samples_seen = facts["step"], facts["samples_seen"]
-        self._saved_step = self.step
+        self._first_step, self._saved_step = self.step + 1, self.step
         self.tracker.rewind(self.step)
-        if self.spikes is not None:
-            self.spikes.load_state_dict(facts.get("losses", {}))
         log.info("Continuing at step %d from %s.", self.step, path)
-
-    def _forget(self) -> None:
-        """Drop measurements, gradients and the withholding flag of the steps since the last flush."""
-        self._withheld = torch.zeros_like(self._withheld)
-        self._traces.clear()
-        self.metrics.forget()
-        if self.loss_plot is not None:
-            self.loss_plot.forget()
-        if self.loss_curve is not None:
-            self.loss_curve.forget()
-        for phase in self.phases:
-            phase.clear_gradients()
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -310,15 +297,13 @@ class Trainer:
             "max_steps": self.max_steps,
             "data": self.feed.state_dict(),
             "tracker_run_id": self.tracker.run_id,
-            "losses": {} if self.spikes is None else self.spikes.state_dict(),
         }
 
-    def _watched(self) -> AbstractContextManager[None]:
-        """Limit how long the next step waits for the other ranks."""
-        if self.heartbeat is None:
+    def _limited_wait(self) -> AbstractContextManager[None]:
+        """Limit how long the next step waits for other ranks."""
+        if self.timeout_seconds is None or self.step < self._first_step:
             return nullcontext()
-        groups = groups_of(root for phase in self.phases for root in phase.roots)
-        return self.heartbeat.step(self.step + 1, groups)
+        return step_timeout(groups_of(root for phase in self.phases for root in phase.roots), self.timeout_seconds)
 
     def _stop_is_agreed(self) -> bool:
         """Vote on what any rank asks of all. Collective."""

@@ -81,10 +81,6 @@ class MetricsLog:
             kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in values.items()}
             self._pending.append((step, samples_seen, kept))
 
-    def forget(self) -> None:
-        """Drop the records since the last flush: their steps are undone."""
-        self._pending.clear()
-
     def flush(self) -> list[Row]:
         """Bring the records since the last flush to the host, append them to the file, and return them, on rank 0."""
         if not self._pending:

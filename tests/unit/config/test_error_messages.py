@@ -9,7 +9,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from cascade_train.config.components import by_path
 from cascade_train.config.error_messages import SECONDS_FOR_RANK_ZERO, exit_code, paragraph_of
-from cascade_train.errors import ConfigError, Interrupted, RankLostError, RunError
+from cascade_train.errors import ConfigError, Interrupted, RunError
 
 Start = Callable[..., tuple[int, str]]
 TINY = ("model=c_tiny", "task=lora")
@@ -204,7 +204,7 @@ def test_an_error_is_one_paragraph_and_an_exit_code(
     assert re.fullmatch(said, capsys.readouterr().err)
     monkeypatch.setenv("RANK", "1")
     assert exit_code(lambda: raise_(error)) == code
-    is_of_one_rank = "Needs less memory" in said
+    is_of_one_rank = "Needs less memory" in said or "connection to another" in said
     assert bool(capsys.readouterr().err) is is_of_one_rank
 
 
@@ -240,13 +240,6 @@ def test_torchrun_is_told_what_happened(
         return
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
     assert f"traceback : {told}\n" in str(ChildFailedError("cascade_train", {0: failure}))
-
-
-@pytest.mark.parametrize("rank", ["0", "1", "2"])
-def test_a_rank_that_ended_the_run_gives_its_code_to_the_others(monkeypatch: pytest.MonkeyPatch, rank: str):
-    monkeypatch.setenv("RANK", rank)
-    assert exit_code(lambda: raise_(RankLostError("Rank 1 on a ended the run: no.", code=2))) == 2
-    assert exit_code(lambda: raise_(RankLostError("Ranks are lost: rank 1."))) == 1
 
 
 def test_an_interrupt_that_a_library_made_an_error_of_is_still_one(capsys: pytest.CaptureFixture[str]):

@@ -43,7 +43,7 @@ def test_help_explains_every_typed_key_and_most_of_the_components(told: list[str
     assert "  run.allow_any_target=false              Let a `_target_`" in text
     names = [n for n, line in enumerate(keys) if line.startswith("  ") and line[2] != " "]
     bare = [keys[n].strip() for n in names if len(keys[n].split("  ")) < 3 and not keys[n + 1].startswith(" " * 42)]
-    typed = ("run.", "train.", "ema.", "parallel.", "log.", "checkpoint.", "sample.", "validate.", "rollback.")
+    typed = ("run.", "train.", "ema.", "parallel.", "log.", "checkpoint.", "sample.", "validate.")
     assert not [name for name in bare if name.startswith(typed)]
     assert len(names) > 150
     assert len(bare) < 0.1 * len(names), bare

@@ -82,7 +82,7 @@ def test_environment_and_arguments_are_left_as_they_were(start: Start):
     before = list(sys.argv)
     inside: list[bool] = []
     assert compose_and_run(TINY, lambda cfg: inside.append("HYDRA_FULL_ERROR" in os.environ) or 0) == 0
-    assert inside == [False], "what a run starts, such as run.on_end, would inherit it"
+    assert inside == [False], "processes of a run would inherit it"
     assert "HYDRA_FULL_ERROR" not in os.environ
     assert sys.argv == before
 

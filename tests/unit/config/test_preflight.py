@@ -95,7 +95,6 @@ REFUSED = [
     ({"data.crop": 3}, r"data.crop=3 must be one of center, random, saliency\.$"),
     ({"data.crop": "centre"}, r"must be one of center, random, saliency\. Did you mean center\?"),
     ({"ema.post_hoc": [0.1]}, r"ema.post_hoc=\[0.1\] builds .* of which checkpoint.keep_last=2 keeps the newest\. Set"),
-    ({"rollback.enabled": True, "checkpoint.every_steps": None}, "rollback.enabled=true goes back to checkpoints"),
     (
         {"checkpoint.keep_best": 1, "checkpoint.best_metric": "validate/loss"},
         r"checkpoint.best_metric=validate/loss is never measured\. Set validate.every_steps",
@@ -121,8 +120,6 @@ def test_what_cannot_train_is_refused_by_key(tiny: DictConfig, values: dict[str,
     "values",
     [
         {"validate.logsnr": [0.0]},
-        {"rollback.enabled": True},
-        {"rollback.enabled": True, "checkpoint.every_steps": None, "checkpoint.every_epochs": 1},
         {"checkpoint.keep_best": 1, "checkpoint.best_metric": "loss"},
         {
             "checkpoint.keep_best": 1,

@@ -34,12 +34,6 @@ def test_the_batch_that_a_run_trained_with_comes_back(tmp_path: Path):
     assert (shown.global_batch_size, shown.micro_batch_size) == (16, 2)
 
 
-def test_a_look_at_a_run_never_runs_its_command(checked: DictConfig, tmp_path: Path):
-    checked.run.on_end = "touch run"
-    for trusted in (False, True):
-        assert load_saved_config(write(checked, tmp_path), allow_any_target=trusted).run.on_end is None
-
-
 def test_one_rank_looks_at_what_many_trained(tmp_path: Path):
     cfg = preflight(composed("model=c_tiny", "task=lora", "parallel=hsdp", "parallel.shard_size=4"), ranks=8)
     cfg.parallel.cpu_offload = True

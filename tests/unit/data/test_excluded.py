@@ -13,6 +13,7 @@ from cascade_train.errors import RunError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import content, loading
 from tests.unit.data.feeding import feeding, streamed, urls
+from tests.unit.data.test_mixture import mixture_of
 from tests.unit.data.test_shapes import shapes
 
 
@@ -30,25 +31,30 @@ def moved(before: list[list[str]], after: list[list[str]]) -> dict[str, str]:
 def test_the_next_sample_stands_in_and_all_others_keep_their_places(num_workers: int) -> None:
     with loading(shapes(num_workers=num_workers)) as loader:
         expected = keys_of(loader, 10)
-        loader.seek(0)
-        first = keys_of(loader, 2)
-        doomed = [expected[3][0], expected[3][1]]
-        loader.exclude(doomed)
+        loader.seek(2)
         state = json.loads(json.dumps(loader.state_dict()))
-        after = keys_of(loader, 8)
-        assert not loader.skipped
-    assert first == expected[:2]
-    assert moved(expected[2:], after).keys() == set(doomed)
-    with loading(shapes()) as resumed:
-        resumed.exclude(doomed)
+    doomed = expected[3][:2]
+    with loading(shapes(num_workers=num_workers, exclude=doomed)) as resumed:
         resumed.load_state_dict(state)
-        assert keys_of(resumed, 8) == after
+        assert moved(expected[2:], keys_of(resumed, 8)).keys() == set(doomed)
+        assert not resumed.skipped
+
+
+def test_a_mixture_leaves_out_samples_of_its_parts() -> None:
+    with loading(mixture_of({"a": shapes(), "b": shapes(seed=1)})) as loader:
+        expected = keys_of(loader, 6)
+    with loading(mixture_of({"a": shapes(), "b": shapes(seed=1)}, exclude=expected[2][:1])) as loader:
+        assert moved(expected, keys_of(loader, 6)).keys() == set(expected[2][:1])
+
+
+def test_validation_keeps_every_sample() -> None:
+    with loading(shapes(exclude=["shapes-seed0:0000003"]), whole_epochs=True) as loader:
+        assert "shapes-seed0:0000003" in {key for step in keys_of(loader, 10) for key in step}
 
 
 def test_the_stand_in_is_the_next_that_is_neither_excluded_nor_unreadable(tmp_path: Path) -> None:
     tar = tars.write(tmp_path / "a.tar", tars.samples(range(6), damaged=[3]))
-    with loading(tars.webdataset(tar, max_unreadable_share=0.5)) as loader:
-        loader.exclude(["a.tar:0002", "a.tar:0004"])
+    with loading(tars.webdataset(tar, max_unreadable_share=0.5, exclude=["a.tar:0002", "a.tar:0004"])) as loader:
         found = {key[-1] for step in keys_of(loader, 6) for key in step}
         assert found == {"0", "1", "5"}
         assert [each.name for each in loader.skipped] == ["a.tar:0003"]
@@ -56,8 +62,8 @@ def test_the_stand_in_is_the_next_that_is_neither_excluded_nor_unreadable(tmp_pa
 
 def test_ranks_agree_on_stand_ins() -> None:
     def steps(rank: int, ranks: int) -> list[list[Batch]]:
-        with loading(shapes(), rank=rank, ranks=ranks) as loader:
-            loader.exclude([f"shapes-seed0:{row:07d}" for row in range(0, 37, 3)])
+        doomed = [f"shapes-seed0:{row:07d}" for row in range(0, 37, 3)]
+        with loading(shapes(exclude=doomed), rank=rank, ranks=ranks) as loader:
             return [next(loader) for _ in range(5)]
 
     halves = zip(steps(0, 2), steps(1, 2), strict=True)
@@ -66,12 +72,10 @@ def test_ranks_agree_on_stand_ins() -> None:
 
 def test_many_in_a_row_may_be_left_out_but_not_all() -> None:
     every = [f"shapes-seed0:{row:07d}" for row in range(37)]
-    with loading(shapes()) as loader:
-        loader.exclude(every[:36])
+    with loading(shapes(exclude=every[:36])) as loader:
         assert {key for step in keys_of(loader, 3) for key in step} == {every[36]}
-        loader.exclude(every)
-        with pytest.raises(RunError, match=r"^sample shapes-seed0:\d+: left out by a rollback \(rolled_back.jsonl\)"):
-            next(loader)
+    with loading(shapes(exclude=every)) as loader, pytest.raises(RunError, match="left out by data.exclude"):
+        next(loader)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -80,14 +84,10 @@ def test_in_streams_one_of_the_block_stands_in(tmp_path: Path, num_workers: int)
     with feeding(streamed(given)) as feed:
         expected = keys_of(feed, 8)
     doomed = expected[4][1]
-    with feeding(streamed(given, num_workers=num_workers)) as feed:
+    with feeding(streamed(given)) as feed:
         before = keys_of(feed, 2)
-        feed.exclude([doomed])
-        state = feed.state_dict()
-        after = keys_of(feed, 6)
-        assert not feed.skipped
-    assert moved(expected, before + after).keys() == {doomed}
-    with feeding(streamed(given)) as resumed:
-        resumed.exclude([doomed])
-        resumed.load_state_dict(json.loads(json.dumps(state)))
-        assert keys_of(resumed, 6) == after
+        state = json.loads(json.dumps(feed.state_dict()))
+    with feeding(streamed(given, num_workers=num_workers, exclude=[doomed])) as resumed:
+        resumed.load_state_dict(state)
+        assert moved(expected, before + keys_of(resumed, 6)).keys() == {doomed}
+        assert not resumed.skipped

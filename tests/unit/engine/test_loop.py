@@ -21,10 +21,13 @@ from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.tracking import Tracker
 from cascade_train.errors import RunError
+from tests.unit.engine.algorithms import OPTIONS, spec
 from tests.unit.engine.toy import ToyFeed, ToyTask
 
 
-def build_trainer(world, directory: Path, *, task=None, micro=4, max_steps=6, lr=0.05, algorithm=None, **cadence):
+def build_trainer(
+    world, directory: Path, *, task=None, micro=4, max_steps=6, lr=0.05, algorithm=None, excluded=(), **cadence
+):
     directory.mkdir(exist_ok=True)  # as the claim of a run does; nothing makes it again in mid-run
     task = task or ToyTask()
     phase = task.phases()[0]
@@ -45,7 +48,7 @@ def build_trainer(world, directory: Path, *, task=None, micro=4, max_steps=6, lr
         world=world,
         task=task,
         phases=[bound],
-        feed=ToyFeed(global_batch_size=4, micro_batch_size=micro),
+        feed=ToyFeed(global_batch_size=4, micro_batch_size=micro, excluded=excluded),
         seed=0,
         max_steps=max_steps,
         global_batch_size=4,
@@ -135,6 +138,35 @@ def test_an_optimizer_without_a_flag_is_stopped_before_its_update_too(world, tmp
     with pytest.raises(RunError, match="Step 1, phase main"):
         run_steps(trainer, 1)
     assert torch.equal(weights(trainer), before)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_run_that_goes_on_without_a_bad_sample_ends_as_one_that_never_had_it(world, tmp_path, option, device):
+    """On an accelerator the host reads losses late: steps go on, withheld or not, and no trace of them is left."""
+    options = {"micro": 2, "algorithm": spec(option).algorithm, "max_steps": 7, "checkpoint": 2, "log": 3}
+    spoiled = build_trainer(world, tmp_path / "a", task=ToyTask(("toy:17",)), **options)
+    spoiled.world = replace(world, device=torch.device(device))
+    with pytest.raises(RunError, match=r'Step 5, .*data.exclude=\["toy:17"\]'):
+        spoiled.run()
+    again = build_trainer(world, tmp_path / "a", task=ToyTask(("toy:17",)), excluded=("toy:17",), **options)
+    again.restore(again.store.newest())
+    assert again.step == 4
+    again.run()
+    without = build_trainer(world, tmp_path / "b", excluded=("toy:17",), **options)
+    without.run()
+    states = [flat_state(trainer) for trainer in (again, without)]
+    assert torch.equal(*states)
+
+
+def flat_state(trainer):
+    """All that training changes."""
+    state = trainer.phases[0].state_dict()
+    moments = [value for moment in state["optimizer"]["state"].values() for value in moment.values()]
+    groups = [value for group in state["optimizer"]["param_groups"] for value in group.values()]
+    numbers = [value for value in groups if isinstance(value, float | torch.Tensor)]
+    values = (*state["weights"].values(), *moments, *state["ema"].values(), *numbers)
+    return torch.cat([local(torch.as_tensor(value)).flatten().double() for value in values])
 
 
 def test_stopping_and_restoring_continues_bit_for_bit(world, tmp_path):

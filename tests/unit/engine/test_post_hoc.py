@@ -16,9 +16,7 @@ from cascade_train.engine.phase import averaged
 from cascade_train.engine.power_function import exponent_of
 from cascade_train.errors import ConfigError
 from cascade_train.results.export import restore_average
-from tests.unit.engine.faults.test_rollback import rollback
 from tests.unit.engine.test_loop import build_trainer, weights
-from tests.unit.engine.toy import ToyTask
 
 LENGTHS = (0.05, 0.1)
 OTHERS = (0.03, 0.07, 0.12, 0.2)
@@ -155,17 +153,6 @@ def test_a_run_that_was_killed_between_checkpoints_builds_the_same(world, tmp_pa
     assert again.step == 20
     again.run()
     assert torch.equal(restore(again, 40, 0.12), restore(whole, 40, 0.12))
-
-
-def test_steps_that_were_rolled_back_are_in_no_average(world, tmp_path):
-    options = {"max_steps": 40, "checkpoint": 4, "log": 10}
-    spoiled = build(world, tmp_path / "a", task=ToyTask(("toy:90",)), **options)
-    rollback(tmp_path)[0].run(spoiled)
-    without = build(world, tmp_path / "b", **options)
-    without.feed.exclude(["toy:90"])
-    without.run()
-    for length in (*LENGTHS, 0.12):
-        assert torch.equal(restore(spoiled, 40, length), restore(without, 40, length))
 
 
 def test_averages_on_the_host_are_those_beside_the_weights(world, tmp_path, monkeypatch):

@@ -54,13 +54,13 @@ class ToyTask(Task):
 
 
 class ToyFeed:
-    """Endless micro-batches of numbered samples."""
+    """Endless micro-batches of numbered samples; sample 1000 + i stands in for an excluded sample i."""
 
-    def __init__(self, *, global_batch_size: int, micro_batch_size: int) -> None:
+    def __init__(self, *, global_batch_size: int, micro_batch_size: int, excluded: tuple[str, ...] = ()) -> None:
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self.position = 0
-        self.excluded: set[int] = set()
+        self.excluded = frozenset(excluded)
 
     def __iter__(self):
         while True:
@@ -69,17 +69,13 @@ class ToyFeed:
             stop = start + self.global_batch_size
             micro_starts = range(start, stop, self.micro_batch_size)
             steps = [range(first, first + self.micro_batch_size) for first in micro_starts]
-            yield [toy_batch(i + STAND_IN if i in self.excluded else i for i in step) for step in steps]
+            yield [toy_batch(i + STAND_IN if f"toy:{i}" in self.excluded else i for i in step) for step in steps]
 
     def state_dict(self):
         return {"position": self.position}
 
     def load_state_dict(self, state):
         self.position = state["position"]
-
-    def exclude(self, keys):
-        """Let sample 1000 + i stand in for sample i."""
-        self.excluded.update(int(key.removeprefix("toy:")) for key in keys)
 
 
 def toy_batch(ids) -> Batch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,8 @@ class FeedRequest:
 class Feed(abc.ABC):
     """An endless iterator over optimizer steps, each a list of this rank's micro-batches of one shape.
 
-    Rank and worker only decide who reads what; any number of them may continue a state.
+    Rank and worker only decide who reads what; any number of them may continue a state. Samples of `data.exclude` are
+    replaced by stand-ins, and all others keep their places; where joined sources share a key, all its samples are.
     """
 
     _order: Order
@@ -78,7 +79,7 @@ class Feed(abc.ABC):
         self.micro_batches = request.global_batch_size // request.ranks // request.micro_batch_size  # of one step
         self._skipped = SkippedCount(samples, source.max_unreadable_share)
         self.skipped = self._skipped.each  # the unreadable samples that this rank met, each once
-        self._excluded = set[str]()
+        self.excluded = frozenset(() if request.whole_epochs else source.exclude or ())  # keys of `data.exclude`
 
     def report(self) -> list[str]:
         """Return lines about the samples, logged before training starts."""
@@ -112,14 +113,6 @@ class Feed(abc.ABC):
         self.position = position
         self._results.restart()
 
-    def exclude(self, keys: Collection[str]) -> None:
-        """Replace samples, by `Batch.keys`, with stand-ins from the next global batch on; the others keep their order.
-
-        Where several samples of joined sources have one key, all are replaced.
-        """
-        self._excluded.update(keys)
-        self._results.restart(new_workers=True)  # running ones know only what was excluded before
-
     def close(self) -> None:
         """End the worker processes. The feed cannot be used afterwards."""
         self._results.close()
@@ -139,7 +132,7 @@ class Loader(Feed):
         super().__init__(source, request, samples=len(request.rows))
         self._order = Order(source, request)
         stand_ins = self._order.stand_ins()
-        batches = MicroBatches(source, request.index, stand_ins, request.seed, request.transform, self._excluded)
+        batches = MicroBatches(source, request.index, stand_ins, request.seed, request.transform, self.excluded)
         references = _References(self._references)
         self._results = Results(batches, source, references=references, whereabouts=self._whereabouts)
 

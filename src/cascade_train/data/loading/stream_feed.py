@@ -69,7 +69,7 @@ class StreamFeed(Feed):
         workers = largest_divisor(len(parts), source.num_workers)
         if workers < source.num_workers:
             _log.info("Of %d workers %d are used: this rank reads %d streams.", source.num_workers, workers, len(parts))
-        batches = InMemoryBatches(source, request.index, {}, request.seed, request.transform, self._excluded)
+        batches = InMemoryBatches(source, request.index, {}, request.seed, request.transform, self.excluded)
         items = _Items(parts, streams, self._cursors, request.global_batch_size // count, batches)
         self._results = Results(items, source, workers=workers, whereabouts=self._whereabouts)
 

@@ -130,7 +130,7 @@ class MicroBatches(Dataset[Batch | RunError]):
             if sample is not None:
                 return replace(sample, skipped=tuple(skipped))
         if not skipped:
-            raise RunError("left out by a rollback (rolled_back.jsonl), and so is every other sample")
+            raise RunError("left out by data.exclude, and so is every other sample")
         if not any(map(len, self._stand_ins.values())):
             raise RunError(skipped[0].reason)
         raise RunError(f"unreadable, and so are the samples after it: {by_reason(skipped)}")
@@ -236,11 +236,9 @@ class Results(Generic[T]):
             raise result
         return result
 
-    def restart(self, *, new_workers: bool = False) -> None:
+    def restart(self) -> None:
         """Drop what was prefetched; the next result is made of the first reference."""
         self._iterator = None
-        if new_workers:
-            self._data_loader = None
 
     def close(self) -> None:
         """End the worker processes; no result can be asked for afterwards."""

@@ -310,7 +310,7 @@ def best_value(manifest: Manifest, metric: str | None) -> float | None:
 def evaluations(path: Path, stamps: Mapping[int, str]) -> dict[int, dict[str, float]]:
     """Return the latest measures of evaluations by step and name.
 
-    Left out are those of weights that another save or a rollback replaced: a step's present weights are in `stamps`.
+    Left out are those of weights that another save replaced: a step's present weights are in `stamps`.
     """
     found: dict[int, dict[str, float]] = {}
     for row in evaluation_rows(path):

@@ -1,23 +1,24 @@
-"""Finds bad steps: a loss or gradient norm that is not finite, or a loss spike. For what follows see rollback.py.
+"""The error of a step whose loss or gradient norm is not finite.
 
 Shape legend: G samples of the global batch.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
-from collections.abc import Mapping, Sequence
+import json
+import shlex
+from collections.abc import Collection
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from cascade_train.distributed.consensus import from_every_rank
 from cascade_train.errors import RunError
 
 _NAMED = 8
-"""Samples that a message names; the error has all."""
+"""Samples that a message names. Where more fail at once, the data is hardly at fault."""
+
+_ADVICE = "lower optimizer.lr or train.max_grad_norm, or raise lr_scheduler.warmup_steps"
 
 
 @dataclass(frozen=True)
@@ -35,82 +36,26 @@ class Trace:
     grad_norm: Tensor
 
     def is_finite(self) -> Tensor:
-        """Return () bool on the device."""
+        """Whether all are finite, () bool on the device."""
         return self.loss_G.isfinite().all() & self.grad_norm.isfinite()
 
 
-class BadStepError(RunError):
-    """An optimizer step that must be undone; every rank raises the same one.
+def not_finite(trace: Trace, *, excluded: Collection[str] = ()) -> RunError:
+    """The error of a step, with the command that goes on without the samples at fault. Collective.
 
-    `keys` are those of the samples at fault, over all ranks; of the whole global batch where none stands out.
+    `excluded` are the keys that `data.exclude` names already.
     """
-
-    def __init__(self, message: str, *, step: int, keys: Sequence[str]) -> None:
-        super().__init__(message, shared=True)
-        self.step = step
-        self.keys = tuple(keys)
-
-
-def not_finite(trace: Trace) -> BadStepError:
-    """Return the error of a step with a loss or norm that is not finite. Collective."""
     bad = (~trace.loss_G.isfinite()).nonzero().flatten().tolist()
-    keys, where = _culprits(trace, bad)
-    head = f"Step {trace.step}, phase {trace.phase}: "
-    tail = f" No update was made; the weights are those of step {trace.step - 1}."
-    if not bad:
-        text = f"{head}every loss is finite but the gradient norm is {float(trace.grad_norm)}.{tail}"
-    else:
-        text = f"{head}the loss of {len(bad)} of {len(trace.loss_G)} samples is not finite ({where}).{tail}"
-    return BadStepError(text, step=trace.step, keys=keys)
-
-
-class SpikeWatch:
-    """Compares the mean loss of each step with the running median of those before it, phase by phase.
-
-    More than `factor` times the median of `window_steps` losses is a spike; before that many are known, nothing is.
-    """
-
-    def __init__(self, *, factor: float, window_steps: int) -> None:
-        self._factor, self._window_steps = factor, window_steps
-        self._losses: dict[str, deque[float]] = {}
-        self._checked: dict[str, int] = {}
-
-    def check(self, traces: Sequence[Trace]) -> None:
-        """Raise a BadStepError for a spike in the steps not checked yet, all finite. Syncs. Collective on a spike."""
-        new = [trace for trace in traces if trace.step > self._checked.get(trace.phase, 0)]
-        if not new:
-            return
-        means = torch.stack([trace.loss_G.mean() for trace in new]).tolist()
-        for trace, mean in zip(new, means, strict=True):
-            losses = self._losses.setdefault(trace.phase, deque(maxlen=self._window_steps))
-            median = statistics.median(losses) if len(losses) == self._window_steps else 0.0
-            if 0.0 < median * self._factor < mean:
-                raise self._spike(trace, mean, median)
-            losses.append(mean)
-            self._checked[trace.phase] = trace.step
-
-    def state_dict(self) -> dict[str, list[float]]:
-        """Return the losses of the window by phase, equal on all ranks, as JSON values."""
-        return {phase: list(losses) for phase, losses in self._losses.items()}
-
-    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Continue with other losses; all further steps are checked."""
-        self._losses = {phase: deque(losses, maxlen=self._window_steps) for phase, losses in state.items()}
-        self._checked = {}
-
-    def _spike(self, trace: Trace, mean: float, median: float) -> BadStepError:
-        keys, where = _culprits(trace, (trace.loss_G > self._factor * median).nonzero().flatten().tolist())
-        return BadStepError(
-            f"Step {trace.step}, phase {trace.phase}: the loss {mean:.4g} is more than {self._factor:g} times"
-            f" {median:.4g}, the median of the {self._window_steps} steps before ({where}).",
-            step=trace.step,
-            keys=keys,
-        )
-
-
-def _culprits(trace: Trace, indices: Sequence[int]) -> tuple[list[str], str]:
-    """Return the keys of these samples of the global batch, or of all, and a text that names some. Collective."""
     keys = [key for rank in from_every_rank(lambda: trace.keys) for key in rank]
-    per_rank = len(trace.keys)
-    where = ", ".join(f"rank {index // per_rank}: {keys[index]}" for index in indices[:_NAMED])
-    return [keys[index] for index in indices] or keys, where
+    head, per_rank = f"Step {trace.step}, phase {trace.phase}: ", len(trace.keys)
+    tail = f"No update was made; the weights are those of step {trace.step - 1}."
+    if not bad:
+        text = f"every loss is finite but the gradient norm is {float(trace.grad_norm)}. {tail} Remedy: {_ADVICE}."
+        return RunError(f"{head}{text}", shared=True)
+    where = ", ".join(f"rank {index // per_rank}: {keys[index]}" for index in bad[:_NAMED])
+    remedy = f"Remedy: {_ADVICE}."
+    if len(bad) <= _NAMED and len(bad) < max(len(keys), 2):  # where all fail, it is hardly one of them
+        left_out = shlex.quote(f"data.exclude={json.dumps(sorted({*excluded, *(keys[index] for index in bad)}))}")
+        remedy = f"The same command with {left_out} goes on without them. Where other samples fail next, {_ADVICE}."
+    text = f"the loss of {len(bad)} of {len(trace.loss_G)} samples is not finite ({where}). {tail} {remedy}"
+    return RunError(f"{head}{text}", shared=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _FREE_NODES = (
-    "run", "log", "sample", "checkpoint", "rollback", "tracker", "profile", "validate", "optimizer", "lr_scheduler",
+    "run", "log", "sample", "checkpoint", "tracker", "profile", "validate", "optimizer", "lr_scheduler",
     "parallel", "memory",
 )  # fmt: skip
 """Nodes below which a continued run may change everything."""

@@ -69,7 +69,6 @@ class RunDirectory:
         self.samples = self.path / _SAMPLES
         self.export = self.path / EXPORT
         self.quarantine = self.path / "quarantine"
-        self.rolled_back_path = self.path / "rolled_back.jsonl"
         self.metrics_path = self.path / _METRICS
 
     def cut_metrics(self, step: int) -> None:

@@ -163,9 +163,6 @@ def notes(folder: Path, metrics: Metrics) -> Iterator[Data]:
         changes = "; ".join(f"{key}: {' → '.join(map(str, pair))}" for key, pair in pairs)
         text = f"Continued at step {line.get('step')}, {line.get('time')}{f', with {changes}' if changes else ''}."
         yield {"text": text, "warning": False, "names": []}
-    for line in read_rows(folder / "rolled_back.jsonl", keys=list):
-        text = f"Rolled back from step {line.get('step')} to step {line.get('back_to')}: {line.get('reason')}"
-        yield {"text": text, "warning": True, "names": line.get("keys", [])[:MOST_NAMES]}
     unreadable = [line for path in sorted((folder / "quarantine").glob("*.jsonl")) for line in read_rows(path)]
     if unreadable:
         named = [f"{line.get('sample')}: {line.get('reason')}" for line in unreadable[:MOST_NAMES]]

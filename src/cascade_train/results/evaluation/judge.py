@@ -318,7 +318,7 @@ def locked(out: Path, world: World) -> Iterator[None]:
 def claim(out: Path, settings: Mapping[str, Any], *, run: Path | None = None) -> None:
     """Begin an evaluation in a folder, or continue it; a ConfigError where it has pictures of other settings.
 
-    Pictures of weights that `run` itself has replaced since, as after a rollback, are removed with a warning.
+    Pictures of weights that `run` itself has replaced since are removed with a warning.
     """
     path, owner = out / SETTINGS, None if run is None else str(run.resolve())
     if path.is_file():

@@ -83,7 +83,7 @@ def write_picture(path: Path, *, shade: int = 0, **texts: str) -> None:
 
 
 def make_run(folder: Path, *, steps: int = 9, grids: Sequence[int] = (0, 3, 9), name: str = HOSTILE) -> Path:
-    """Write a run that was continued, rolled back and stopped, with hostile names and a secret."""
+    """Write a run that was continued and stopped, with hostile names and a secret."""
     config = {
         "run": {"name": name, "dir": str(folder)},
         "optimizer": {"lr": 1e-4},
@@ -100,8 +100,6 @@ def make_run(folder: Path, *, steps: int = 9, grids: Sequence[int] = (0, 3, 9), 
     )
     continued = {"step": 2, "time": "2026-01-02", "changes": {"log.every_steps": [10, 1]}, "resume_from": None}
     write_lines(folder / "config_history.jsonl", [continued])
-    back = {"step": 7, "back_to": 5, "reason": f"a loss of NaN; token=hf_{'a1' * 10}", "keys": [HOSTILE]}
-    write_lines(folder / "rolled_back.jsonl", [back])
     write_lines(folder / "quarantine/rank_0.jsonl", [{"sample": HOSTILE, "reason": "cut off", "step": 4}])
     for step in grids:
         grid = folder / "samples" / f"step_{step}"

@@ -16,7 +16,7 @@ FREE = [
     "profile.steps", "validate.samples", "train.max_steps", "train.max_epochs", "train.micro_batch_size",
     "memory.budget_gb", "optimizer.lr", "optimizer.algorithm._target_", "lr_scheduler.warmup_steps", "parallel.mode",
     "compile", "compile_fallback", "activation_checkpointing", "attention", "ema.device",
-    "train.max_grad_norm", "ema.decay", "ema.start_step", "ema.every_steps", "rollback.enabled",
+    "train.max_grad_norm", "ema.decay", "ema.start_step", "ema.every_steps",
 ]  # fmt: skip
 BOUND = [
     "run.seed", "train.global_batch_size", "train.precision", "data.urls", "model._target_",
