@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,15 +43,11 @@ class LossCurve:
     def __init__(self, metrics: Path, *, is_main: bool) -> None:
         self._metrics = metrics
         self._is_main = is_main
-        self.forget()
-
-    def forget(self) -> None:
-        """Read the metrics from their beginning at the next drawing: lines have been cut off."""
         self._read_bytes = 0
         self._curves = {key: Curve() for key in COLOURS}
 
     def draw(self) -> None:
-        """Draw the metrics so far. A full disk or a damaged line is only logged."""
+        """Draw the metrics so far. Whatever goes wrong is only logged."""
         if not self._is_main or not self._metrics.is_file():
             return
         path = self._metrics.with_name(CURVE_NAME)
@@ -59,7 +56,7 @@ class LossCurve:
             if self._curves["loss"].values:
                 with replacing(path) as partial:
                     draw_curve(self._curves).savefig(partial)
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:  # any damage
+        except Exception as error:  # a damaged line, a full disk, a matplotlib that cannot be loaded
             log.warning("%s could not be drawn (%s); the numbers are in %s.", path, error, self._metrics)
 
     def _read(self) -> None:
@@ -127,10 +124,6 @@ class LossPlot:
         is_level_GN = (level_G[:, None] == self._levels_N).float()
         self._sums_2N += torch.stack([loss_raw_G.float() @ is_level_GN, is_level_GN.sum(dim=0)])
 
-    def forget(self) -> None:
-        """Drop the samples since the last drawing: their steps are undone."""
-        self._sums_2N.zero_()
-
     def draw(self, step: int) -> list[Path]:
         """Draw the samples since the last call, those before it in grey, to `step_<n>/`; return the file on rank 0."""
         losses, counts = self._sums_2N.tolist()
@@ -150,7 +143,7 @@ class LossPlot:
             x, y = zip(*points, strict=True)
             numbers = json.dumps({"x": x, "y": y})  # for the page of the run
             draw_losses(points, before).savefig(file, metadata={"points": numbers})
-        except OSError as error:
+        except Exception as error:  # also a matplotlib that cannot be loaded
             file.unlink(missing_ok=True)
             log.warning("%s. The run goes on without this plot.", unwritten(file, error))
             return []
@@ -171,11 +164,18 @@ def draw_losses(points: Sequence[Point], before: Sequence[Point]) -> Figure:
 def draw_chart(title: str, x_label: str, lines: Sequence[tuple[Sequence[Point], dict[str, Any]]]) -> Figure:
     """Return a chart of the loss, of points in order of x and how matplotlib draws them.
 
-    Without pyplot, whose state belongs to the program that a training runs in.
+    With a canvas of its own: neither pyplot, whose state belongs to the program that a training runs in, nor the
+    backend that a notebook chooses, without whose package matplotlib cannot be imported.
     """
-    from matplotlib.figure import Figure  # heavy: not at the start of a run
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # heavy: not at the start of a run
+        from matplotlib.figure import Figure
+    finally:
+        os.environ |= {} if backend is None else {"MPLBACKEND": backend}
 
     chart = Figure(figsize=(7.2, 3.6), layout="constrained", facecolor="white")
+    FigureCanvasAgg(chart)
     axes = chart.subplots()
     for points, look in lines:
         if points:

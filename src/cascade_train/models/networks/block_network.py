@@ -7,16 +7,21 @@ Shape legend: B batch, C channels, H heads, H' W' latent size, N queries, M keys
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 from typing import Any
 
 import torch
+from diffusers.models import attention_processor
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, XFormersAttnProcessor
-from diffusers.utils import is_xformers_available
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cascade_train.errors import ConfigError, install_hint
+
+if "xformers" in sys.modules and sys.modules["xformers"] is None:
+    del sys.modules["xformers"]  # diffusers has decided to do without it; others may import it
 
 PROCESSORS = {"sdpa": AttnProcessor2_0, "xformers": XFormersAttnProcessor, "math": AttnProcessor}
 """Attention kernels by the name that a user gives."""
@@ -41,20 +46,34 @@ def set_attention(network: nn.Module, name: str) -> None:
     """Choose the attention kernel of a network: "sdpa", "xformers" or "math".
 
     Raises:
-        ConfigError: an unknown name, or xformers without its package or a CUDA device.
+        ConfigError: an unknown name, or xformers without a package that can be loaded, or a CUDA device.
     """
     if name not in PROCESSORS:
         raise ConfigError(f"attention={name}: must be one of {', '.join(PROCESSORS)}")
-    if name == "xformers" and not is_xformers_available():
-        raise ConfigError(
-            f"attention=xformers: the package xformers is not installed. {install_hint('xformers')}, or choose "
-            "attention=sdpa."
-        )
-    if name == "xformers" and not torch.cuda.is_available():
-        raise ConfigError("attention=xformers: needs a CUDA device, and torch finds none; use attention=sdpa")
+    if name == "xformers":
+        _load_xformers()
+        if not torch.cuda.is_available():
+            raise ConfigError("attention=xformers: needs a CUDA device, and torch finds none; use attention=sdpa")
     for attention in _attentions(network):
         drops = PROBABILITY_DROPOUT in dict(attention.named_children())
         attention.set_processor(ProbabilityDropout(name) if drops else PROCESSORS[name]())
+
+
+def _load_xformers() -> None:
+    """Load xformers, and give it to diffusers, which was imported without it."""
+    try:
+        attention_processor.xformers = importlib.import_module("xformers")
+        importlib.import_module("xformers.ops")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"attention=xformers: the package {error.name} is not installed. {install_hint('xformers')}, or choose "
+            "attention=sdpa."
+        ) from error
+    except Exception as error:  # whatever a library that does not fit its machine raises
+        raise ConfigError(
+            f"attention=xformers: the package xformers is installed but cannot be loaded: {error}. Install one that "
+            "fits this torch, or choose attention=sdpa."
+        ) from error
 
 
 def _attentions(network: nn.Module) -> list[Attention]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention
@@ -9,7 +14,6 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade.networks.unet import CascadeUNet
-from cascade_train.models.networks import block_network
 from cascade_train.models.networks.block_network import drop_probabilities, set_attention
 from tests.unit.models.stages import filled_network, network_inputs
 
@@ -92,9 +96,34 @@ def test_a_kernel_that_is_not_there_is_refused(network: CascadeUNet, monkeypatch
     with pytest.raises(ConfigError, match="attention=flash: must be one of sdpa, xformers, math"):
         network.set_attention("flash")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(block_network, "is_xformers_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "xformers", None)
     with pytest.raises(ConfigError, match=r"the package xformers is not installed.*--editable '\.\[xformers\]'"):
         network.set_attention("xformers")
-    monkeypatch.setattr(block_network, "is_xformers_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "xformers", ModuleType("xformers"))
+    monkeypatch.setitem(sys.modules, "xformers.ops", ModuleType("xformers.ops"))
     with pytest.raises(ConfigError, match="attention=xformers: needs a CUDA device.*use attention=sdpa"):
         network.set_attention("xformers")
+
+
+def test_optional_packages_that_cannot_be_loaded_end_no_run(tmp_path):
+    """A default run asks for neither; `attention=xformers` names the cause."""
+    for name in ("xformers", "bitsandbytes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise OSError('undefined symbol: _ZN3c10')")
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+        (tmp_path / f"{name}-1.0.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0"
+        )
+    program = """
+from cascade_train.models.networks import block_network
+import diffusers.loaders.single_file_model, peft, torch
+peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["0"]), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+try:
+    block_network.set_attention(torch.nn.Linear(2, 2), "xformers")
+except ValueError as error:
+    print(error)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "xformers is installed but cannot be loaded: undefined symbol" in done.stdout
