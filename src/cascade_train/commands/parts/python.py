@@ -119,7 +119,7 @@ def called_rightly(function: F) -> F:
             hint = nearest(wrong, signature.parameters)
             if wrong and not hint and "overrides" in signature.parameters:
                 hint = f" An override is a text: {name}('{wrong}={options[wrong]}')."
-            bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+            bare = [part.replace(annotation=inspect.Parameter.empty) for part in signature.parameters.values()]
             form = f"{name}{inspect.Signature(bare)}"
             raise ConfigError(f"{name}(): {error}. Call it as {form}.{hint}") from None
         return function(*args, **options)
