@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.shapes_judge import accuracies
 from bench.tiny_cascade import SHOWN, Truth, commit, from_captions, table, trained_on, unseen
-from cascade_train.config.components import construct
+from cascade_train.assembly.build import build_node
 from cascade_train.engine.sampling import compose_grid
 from cascade_train.results.find import find_model
 
@@ -42,7 +42,7 @@ Pictures = Sequence[np.ndarray]
 
 def through_autoencoder(cfg: DictConfig, pictures: Pictures) -> list[np.ndarray]:
     """Return what the autoencoder of a model keeps of pictures, (H, W, 3) uint8 each."""
-    vae = construct(cfg.model.vae)
+    vae = build_node(cfg.model.vae)
     vae.build(device=torch.device("cpu"))
     images = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2) / 255
     made = vae.decode(vae.encode(images)).clamp(0, 1)

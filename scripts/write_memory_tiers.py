@@ -1,4 +1,4 @@
-"""Write the tables of memory: of docs/memory.md, docs/scale.md and the README.
+"""Write the tables of memory in docs/memory.md and docs/scale.md.
 
     python scripts/write_memory_tiers.py
 
@@ -9,7 +9,6 @@ anew.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, Budget
+from cascade_train.assembly.planning.devices import Budget
 from cascade_train.assembly.planning.memory import changed, memory_of, over_ranks
 from cascade_train.assembly.planning.memory_trace import ENCODERS
 from cascade_train.assembly.planning.strategies import MICRO, choose
@@ -25,8 +24,7 @@ from cascade_train.config.launch import compose_root
 from cascade_train.config.preflight import preflight
 
 TIERS_GB = (16, 24, 48, 80)
-README = Path(__file__).resolve().parents[1] / "README.md"
-PAGE = README.with_name("docs") / "memory.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
 SCALE = PAGE.with_name("scale.md")
 FIRST, LAST = "<!-- tiers: computed -->", "<!-- end -->"
 FIRST_LEAST = "<!-- least: computed -->"
@@ -45,8 +43,8 @@ LEAST = (
 )
 """Trainings that need little, and their overrides."""
 
-FIRST_OVERVIEW, FIRST_SPLIT = "<!-- overview: computed -->", "<!-- split: computed -->"
-OVERVIEW = (
+FIRST_SPLIT = "<!-- split: computed -->"
+SPLIT = (
     ("`c_3b`, LoRA", "model=c_3b task=lora"),
     ("`c_1b`, LoRA", "model=c_1b task=lora"),
     ("`c_3b`, ControlNet", "model=c_3b task=controlnet"),
@@ -56,14 +54,13 @@ OVERVIEW = (
     ("`sdxl`, LoRA", "model=sdxl task=lora"),
     ("`sdxl`, all weights", "model=sdxl task=finetune"),
 )
-"""Trainings of the README and of docs/scale.md, and their overrides."""
+"""Trainings of docs/scale.md, and their overrides."""
 
 ALWAYS = ("train.global_batch_size=1", "activation_checkpointing=true")
 RUNS = (
     *((model, task) for model in ("c_1b", "c_3b") for task in ("lora", "controlnet", "finetune")),
-    ("a", "reconstruction"),
-    *((model, task) for model in ("b_700m", "b_3b") for task in ("lora", "reconstruction")),
-    *((model, task) for model in ("sd15", "sd21_base", "sdxl") for task in ("lora", "controlnet", "finetune")),
+    *(("b_3b", task) for task in ("lora", "reconstruction")),
+    *(("sdxl", task) for task in ("lora", "controlnet", "finetune")),
 )
 SHORT = {
     "ema.device": "average on the host",
@@ -95,35 +92,13 @@ def least(name: str, overrides: str) -> str:
     return f"| {name} | `{overrides}` | {' | '.join(f'{each / 1e9:.1f}' for each in needs(overrides))} |"
 
 
-@functools.cache
-def taken(overrides: str) -> tuple[dict[int, str], str]:
-    """Return what an accumulated step takes, one picture at a time: GB of each rank, by their number, and TFLOP."""
-    cfg = composed([*overrides.split(), *ALWAYS])
-    whole, steps = memory_of(cfg)
-    split = changed(cfg, {"parallel.mode": "fsdp"})
-    memory = {n: over_ranks(split, whole, n, machine_ranks=n, device_gb=math.inf) for n in (1, 2, 4, 8)}
-    return {n: f"{each.total(1, 2) / 1e9:.1f}" for n, each in memory.items()}, f"{steps.flops / 1e12:.1f}"
-
-
-def overview(name: str, overrides: str) -> str:
-    """Return the line of a training in the README: memory, what small cards need, FLOPs, hours of 10,000 steps."""
-    gb, tflop = taken(overrides)
-    hours = 10_000 * 32 * float(tflop) / (ASSUMED_MFU * DEVICES["h100"].tflops) / 3600
-    time = f"{tflop} | {hours:.1f} to {2 * hours:.1f}"
-    return f"| {name} | {gb[1]} | {gb[8]} | {' | '.join(_chosen(overrides)[:2])} | {time} |"
-
-
-def _chosen(overrides: str) -> list[str]:
-    """Return images per pass and savings that each tier chooses, from the table of docs/memory.md."""
-    model, task = (each.partition("=")[2] for each in overrides.split())
-    line = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{model}` | `{task}` | "))
-    cells = [re.fullmatch(r"(?:(.*); )?(\d+) at a time, .*", each.strip()) for each in line.split("|")[3:-1]]
-    return [", ".join(filter(None, (each[2], each[1]))) if each else "-" for each in cells]
-
-
 def split(name: str, overrides: str) -> str:
-    """Return the line of a training in docs/scale.md: on 1, 2, 4 and 8 GPUs."""
-    return f"| {name} | {' | '.join(taken(overrides)[0].values())} |"
+    """Line of a training in docs/scale.md: GB of each of 1, 2, 4 and 8 GPUs, one picture at a time, accumulated."""
+    cfg = composed([*overrides.split(), *ALWAYS])
+    whole, _ = memory_of(cfg)
+    sharded = changed(cfg, {"parallel.mode": "fsdp"})
+    memory = [over_ranks(sharded, whole, n, machine_ranks=n, device_gb=math.inf) for n in (1, 2, 4, 8)]
+    return f"| {name} | {' | '.join(f'{each.total(1, 2) / 1e9:.1f}' for each in memory)} |"
 
 
 def row(model: str, task: str) -> str:
@@ -159,15 +134,7 @@ def split_lines() -> Iterator[str]:
     """Yield the table of docs/scale.md."""
     yield "| | whole (single, ddp) | split over 2 | over 4 | over 8 |"
     yield "|---|---|---|---|---|"
-    yield from (split(*each) for each in OVERVIEW)
-
-
-def overview_lines() -> Iterator[str]:
-    """Yield the README's table."""
-    tiers = "`memory=16gb` | `memory=24gb`"
-    yield f"| | one GPU, GB | each of 8 GPUs, GB | {tiers} | TFLOP per image | hours on an H100 |"
-    yield "|---|---|---|---|---|---|---|"
-    yield from (overview(*each) for each in OVERVIEW)
+    yield from (split(*each) for each in SPLIT)
 
 
 def renewed(text: str, first: str, new: Iterable[str]) -> str:
@@ -181,5 +148,4 @@ def renewed(text: str, first: str, new: Iterable[str]) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(renewed(renewed(PAGE.read_text(), FIRST, lines()), FIRST_LEAST, least_lines()))
-    README.write_text(renewed(README.read_text(), FIRST_OVERVIEW, overview_lines()))
     SCALE.write_text(renewed(SCALE.read_text(), FIRST_SPLIT, split_lines()))
