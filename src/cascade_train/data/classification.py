@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,8 @@ class Prompts:
         file = Path(path).expanduser()
         with parsing(origin, "cannot be read as json", remedy), open_regular(file, limit=MAX_BYTES) as opened:
             given = read_json(opened.read())
+        if isinstance(given, dict):  # folders may have their accents in another form
+            given = {unicodedata.normalize("NFC", name): prompts for name, prompts in given.items()}
         found = list(given.values()) if isinstance(given, dict) else given
         texts = [[entry] if isinstance(entry, str) else entry for entry in found] if isinstance(found, list) else [None]
         if not all(isinstance(each, list) and each and all(isinstance(text, str) for text in each) for each in texts):
@@ -53,7 +56,7 @@ class Prompts:
         if self.given is None:
             return [name.replace("_", " ")]
         if isinstance(self.given, Mapping):
-            found = self.given.get(name, [])
+            found = self.given.get(unicodedata.normalize("NFC", name), [])
         else:
             place = int(name) if number is None and name.isdecimal() else number
             found = self.given[place] if place is not None and place < len(self.given) else []

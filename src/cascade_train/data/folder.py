@@ -91,6 +91,7 @@ class PictureFolder(FileSource):
         found = self.usable(found, others)
         if others:
             _log.warning("%s: passed over what belongs to no picture that is read: %s", self.path, counted(others))
+        self._aliases = {usual: name for file in found for usual, name in file.aliases.items()}
         table = np.zeros(len(found), dtype=FOLDER_FIELDS)
         file_bytes, facts = load_picture_facts(self._root, self._root, [file.name for file in found], self._cache_dir)
         table["bytes"], table["width"], table["height"] = file_bytes, *facts[:, :2].T
@@ -124,7 +125,7 @@ class PictureFolder(FileSource):
         for file in found:
             caption = CAPTION_FILES[file.caption] if self._takes_captions else ""
             parts = caption, VALUE_FILES[file.values] if takes_values else "", MASK if file.mask else ""
-            names += [beside(file.name, extension) if extension else "" for extension in parts]
+            names += [self._beside(file.name, extension) if extension else "" for extension in parts]
         parts_N3 = load_checksums(self._root, self._root, names, self._cache_dir).reshape(-1, 3)
         for own, file in zip(parts_N3, found, strict=True):
             if file.row:
@@ -138,7 +139,7 @@ class PictureFolder(FileSource):
             return self._filters.judge(read_values(path, self.limits))
 
         columns, kind = 1 + len(self._filters), f"verdicts-{self._filters.identity}-{self.max_text_kib}"
-        names = [beside(file.name, VALUE_FILES[file.values]) for file in found if file.values]
+        names = [self._beside(file.name, VALUE_FILES[file.values]) for file in found if file.values]
         folder, kept = self._root, self._cache_dir
         _, judged = load_facts(folder, folder, names, judge, columns=columns, kind=kind, cache_dir=kept)
         verdicts = np.zeros((len(found), columns), dtype=np.int64)
@@ -158,7 +159,7 @@ class PictureFolder(FileSource):
             caption=caption,
             caption_from=caption_from,
             key=self._index.name(row),
-            mask=self.limits.read(self._root / beside(name, MASK), "mask") if entry["mask"] else None,
+            mask=self.limits.read(self._root / self._beside(name, MASK), "mask") if entry["mask"] else None,
             values=self.values_of(row) if self.captions.needs_values else {},
         )
 
@@ -170,9 +171,14 @@ class PictureFolder(FileSource):
             raise UnreadableSampleError(f"its {extension[1:]} is damaged: no mapping that can be read, or too large")
         return values
 
+    def _beside(self, name: str, extension: str) -> str:
+        """The name on the disk of a file beside a picture."""
+        usual = beside(name, extension)
+        return self._aliases.get(usual, usual)
+
     def _values(self, name: str, extension: str, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Merge the row of a metadata file and the file beside a picture; None where that cannot be read."""
-        values = read_values(self._root / beside(name, extension), self.limits) if extension else {}
+        values = read_values(self._root / self._beside(name, extension), self.limits) if extension else {}
         return None if values is None else {**row, **values}
 
 
@@ -253,7 +259,7 @@ class Folder(PictureFolder):
         """See `PictureFolder.caption`."""
         name, place = self._index.keys[row].decode(), self._index.table["caption"][row]
         if place and self.caption_from != "name":
-            path = self._root / beside(name, CAPTION_FILES[place])
+            path = self._root / self._beside(name, CAPTION_FILES[place])
             return caption_text(self.limits.read(path, "caption")), f"{CAPTION_FILES[place]} beside the picture"
         if text := caption_of(self._metadata[row]):
             return text, "a metadata file"

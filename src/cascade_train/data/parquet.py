@@ -17,7 +17,7 @@ from cascade_train.data.decoding.decode import upright_size
 from cascade_train.data.index.cache import cache_file, default_cache_dir, read_cache, write_cache
 from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS, checksum, combine, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
-from cascade_train.data.table import TableRows, TableSource
+from cascade_train.data.table import TableRows, TableSource, actual_name
 from cascade_train.data.tar.storage import PerProcess
 from cascade_train.errors import ConfigError, install_hint
 from cascade_train.files.run_folder import walk_data
@@ -99,7 +99,7 @@ class Parquet(TableSource):
         return TableRows(
             table=table,
             keys=keys,
-            names=[key.decode() for key in keys[table["bytes"] < 0].tolist()],
+            names=[actual_name(self._root(path), key.decode()) for key in keys[table["bytes"] < 0].tolist()],
             unfilled=int(found["unfilled"]),
             verdicts=self._verdicts(path, table),
             content=combine(*found["checksums"].T),
@@ -127,7 +127,7 @@ class Parquet(TableSource):
         values = _plain_row(self._row_group(path, group).slice(int(entry["row"]), 1))
         image, name = picture_of(values[self.image_column])
         if image is None:
-            image = self.limits.read(self._root(path) / name, "image")
+            image = self.limits.read(self._root(path) / actual_name(self._root(path), name), "image")
         self.limits.check("image", len(image))
         return RawSample(
             image=image,

@@ -102,11 +102,13 @@ class FileLimits:
 
 
 def caption_text(content: bytes) -> str:
-    """Return the caption in a text file; an UnreadableSampleError where it is not UTF-8."""
+    """The caption in a text file; an UnreadableSampleError where it is not UTF-8."""
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in content:
+        raise UnreadableSampleError("the caption is UTF-16 or another wide encoding; save it as UTF-8")
     try:
         return content.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
-        raise UnreadableSampleError(f"the caption is not UTF-8: {error}") from error
+        raise UnreadableSampleError(f"the caption is not UTF-8: {error}; save it as UTF-8") from error
 
 
 def most_unreadable(samples: int, max_share: float) -> float:

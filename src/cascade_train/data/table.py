@@ -9,6 +9,7 @@ import abc
 import contextlib
 import csv
 import logging
+import os
 import posixpath
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -165,14 +166,14 @@ class Table(TableSource):
         columns, unfilled = dict[str, None](), 0
         for start, size, values in self._files[path].rows():
             columns.update(dict.fromkeys(values))
-            name = str(values.get(self.image_column))
+            name = actual_name(self._root(path), str(values.get(self.image_column)))
             if any(values.get(column) in (None, "", []) for column in wanted) or len(name) > LONGEST_KEY:
                 unfilled += 1
                 continue
             places.append((0, 0, 0, -1, start, size))
             names.append(name)
             texts.append(text_checksum(values if self.captions.needs_values else values.get(self.caption_column or "")))
-            masks.append(str(values.get(self.mask_column or "") or ""))
+            masks.append(actual_name(self._root(path), str(values.get(self.mask_column or "") or "")))
             if len(self._filters):
                 verdicts.append(self._filters.judge({key: number_of(value) for key, value in values.items()}))
         self._check_columns(path, columns)
@@ -222,11 +223,11 @@ class Table(TableSource):
         root = self._root(path)
         mask = None if self.mask_column is None else values.get(self.mask_column)
         return RawSample(
-            image=self.limits.read(root / str(values[self.image_column]), "image"),
+            image=self.limits.read(root / actual_name(root, str(values[self.image_column])), "image"),
             caption=self._caption(values),
             caption_from=f"column {self.caption_column}",
             key=self._index.name(row),
-            mask=self.limits.read(root / str(mask), "mask") if mask else None,
+            mask=self.limits.read(root / actual_name(root, str(mask)), "mask") if mask else None,
             values=values,
         )
 
@@ -346,6 +347,17 @@ def read_metadata_files(
             text = "%s: %d rows name no picture, or one that has a row already, and are not read: %s"
             _log.warning(text, root / file, len(unread), first_names(unread))
     return found, folders
+
+
+def actual_name(root: Path, name: str) -> str:
+    """A path below a folder as the disk has it: a table may be from Windows, or have its accents in another form."""
+    if (name.isascii() and "\\" not in name) or os.path.lexists(root / name):
+        return name
+    place = root / ("/" if name.startswith("/") else "")
+    for part in name.replace("\\", "/").split("/"):
+        forms = [part, *(unicodedata.normalize(form, part) for form in ("NFC", "NFD"))]
+        place /= next((form for form in forms if os.path.lexists(place / form)), part)
+    return str(place) if os.path.lexists(place) else name
 
 
 def caption_of(values: Mapping[str, Any]) -> str:

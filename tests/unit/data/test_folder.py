@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import unicodedata
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,57 @@ def test_what_runs_and_systems_write_below_the_folder_is_no_data(files: tuple[st
     for name in ("a.png", "sub/b.png", "own/c.png", *files):
         write(tmp_path / name)
     assert {picture.name for picture in find_pictures(tmp_path, [])} == {"a.png", "sub/b.png", "own/c.png"}
+
+
+MASKED = ("a.mask.png", "a.MASK.PNG", "a-masklabel.png", "a-MaskLabel.PNG", "a_mask.png", "a-mask.webp", "a_mask.jpg")
+
+
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("picture", ["a.png", "sub/a.JPG"])
+def test_a_mask_is_one_in_the_naming_of_other_trainers_too(name: str, picture: str, tmp_path: Path) -> None:
+    write(tmp_path / picture, tars.picture(40, 40))
+    mask = write((tmp_path / picture).with_name(name), tars.picture(40, 40, tint=9)).read_bytes()
+    source = folder(tmp_path)
+    assert names(source) == [picture]
+    assert source.read(0).mask == mask
+
+
+def test_our_own_naming_of_a_mask_wins_and_a_captioned_picture_is_one(tmp_path: Path) -> None:
+    for name in ("a.png", "a.mask.png", "a_mask.png", "b.png", "b_mask.png", "lone_mask.png", "x_mask.png"):
+        write(tmp_path / name)
+    write(tmp_path / "b_mask.txt", "a carnival mask")
+    source = folder(tmp_path)
+    assert names(source) == ["a.png", "b.png", "b_mask.png", "lone_mask.png", "x_mask.png"]
+    assert source.read(0).mask == (tmp_path / "a.mask.png").read_bytes()
+    assert source.read(1).mask is None
+
+
+@pytest.mark.parametrize("ending", ["-condlabel", "_depth", "-depth", ".canny"])
+def test_a_control_map_is_no_picture_and_named(ending: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.png", f"a{ending}.png", "deep_depth.png"):
+        write(tmp_path / name)
+    assert names(folder(tmp_path)) == ["a.png", "deep_depth.png"]
+    assert f"1 control maps beside pictures are not read, since task.filter makes them (a{ending}.png)" in caplog.text
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+@pytest.mark.parametrize("ending", [".txt", ".TXT", ".caption", ".json", ".mask.png", "_mask.png"])
+def test_a_file_beside_a_picture_is_found_in_either_form_of_accents(form: str, ending: str, tmp_path: Path) -> None:
+    def spelt(text: str, form: str) -> str:
+        return unicodedata.normalize(form, text)
+
+    other = {"NFC": "NFD", "NFD": "NFC"}[form]
+    content = {".json": '{"a": "of its json"}', ".png": tars.picture()}.get(Path(f"a{ending}").suffix, "its caption")
+    write(tmp_path / spelt("été.png", form))
+    write(tmp_path / spelt(f"été{ending}", other), content)
+    source = folder(tmp_path, captions=Captions(template="{a}") if ending == ".json" else Captions())
+    assert names(source) == [spelt("été.png", form)]
+    raw = source.read(0)
+    assert (raw.caption == "its caption", raw.values != {}, raw.mask is not None) == (
+        ending.lower() in (".txt", ".caption"),
+        ending == ".json",
+        ending.endswith("png"),
+    )
 
 
 def test_own_pictures_beside_generated_ones_and_a_folder_named_itself_are_data(
@@ -301,7 +353,7 @@ def test_only_changed_pictures_are_read_again(tmp_path: Path, monkeypatch: pytes
 
 def test_a_caption_that_is_no_text_is_unreadable(tmp_path: Path) -> None:
     write(tmp_path / "a.png")
-    write(tmp_path / "a.txt", b"\xff\xfe\xfa")
+    write(tmp_path / "a.txt", b"\xfa\xfb")
     source = folder(tmp_path)
     source.open()
     with pytest.raises(UnreadableSampleError, match="the caption is not UTF-8"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,25 @@ class TestTable(DatasetContract):
             pictures(folder, *names)
             text(folder / "all.csv", "image,caption\n" + "".join(f"{name},picture {name}\n" for name in names))
         return table(folder / "all.csv", **options)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize(
+    ("disk", "named"),
+    [(("NFC", "NFC"), "NFD"), (("NFD", "NFD"), "NFC"), (("NFD", "NFC"), "NFC"), (("NFC", "NFD"), "NFD")],
+)
+def test_a_table_finds_its_files_in_either_form_of_accents_and_with_backslashes(
+    disk: tuple[str, str], named: str, absolute: bool, tmp_path: Path
+) -> None:
+    place = "/".join(unicodedata.normalize(form, part) for form, part in zip(disk, ("né", "été.png"), strict=True))
+    pictures(tmp_path, place, "sub/b.png")
+    name = unicodedata.normalize(named, f"{tmp_path}/né/été.png" if absolute else "né/été.png")
+    source = table(
+        text(tmp_path / "t.csv", f"image,caption,m\n{name},a,{name}\nsub\\b.png,b,sub\\b.png\n"), mask_column="m"
+    )
+    index = source.open()
+    assert [source.read(row).caption for row in range(len(index))] == ["a", "b"]
+    assert source.read(0).mask == (tmp_path / place).read_bytes()
 
 
 def test_cells_may_be_quoted_and_span_lines(tmp_path: Path) -> None:

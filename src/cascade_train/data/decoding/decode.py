@@ -26,6 +26,19 @@ FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM")
 SCALED_ROOM = 1.25
 """A JPEG is decoded at a fraction of its size only where this times the target is left."""
 
+_NO_PICTURES = {
+    rb"....ftyp(hei|hev|mif1|msf1)": "HEIC, as phones write it; convert it to JPEG or PNG",
+    rb"....ftyp": "a film",
+    rb"\xff\x0a|\0\0\0\x0cJXL ": "JPEG XL; convert it to JPEG or PNG",
+    rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51": "JPEG 2000; convert it to JPEG or PNG",
+    rb"8BPS": "a Photoshop file; export it as JPEG or PNG",
+    rb"%PDF": "a PDF; export it as JPEG or PNG",
+    rb"\s*<svg|\s*<\?xml": "SVG or other XML; export it as JPEG or PNG",
+    rb"\s*<(!doctype )?html": "a web page, as a failed download leaves it; download it again",
+    rb"$": "an empty file",
+}
+"""Beginnings of files that are named as pictures and are none that are read."""
+
 END_BYTES = 32 * 1024
 """Of the end of a PNG, in which what stands after its pixels is looked for."""
 
@@ -170,7 +183,12 @@ def fast_jpeg_decoder() -> Callable[[bytes], np.ndarray] | None:
 
 
 def _opened(encoded: bytes) -> Image.Image:
-    return Image.open(io.BytesIO(encoded), formats=_known_formats())
+    try:
+        return Image.open(io.BytesIO(encoded), formats=_known_formats())
+    except UnidentifiedImageError as error:  # its own text is the address of a buffer
+        kind = next((name for form, name in _NO_PICTURES.items() if re.match(form, encoded[:32], re.IGNORECASE)), None)
+        text = "not a picture of a known format, or one without a beginning" if kind is None else f"it is {kind}"
+        raise UnreadableSampleError(text) from error
 
 
 @functools.cache
@@ -250,12 +268,10 @@ def _damage_reported(max_pixels: int | None) -> Iterator[None]:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
         try:
             yield
-        except MemoryError:
+        except (MemoryError, UnreadableSampleError):
             raise
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise UnreadableSampleError(f"more pixels than data.max_pixels={max_pixels} allows") from error
-        except UnidentifiedImageError as error:  # its own text is the address of a buffer
-            raise UnreadableSampleError("not a picture of a known format, or one without a beginning") from error
         except Exception as error:
             raise UnreadableSampleError(f"{type(error).__name__}: {error}") from error
         finally:

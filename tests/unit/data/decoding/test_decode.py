@@ -284,12 +284,29 @@ def test_a_file_cut_short_is_unreadable(kind: str) -> None:
         pixels_of(encoded[: len(encoded) // 2])
 
 
-@pytest.mark.parametrize("encoded", [b"", b"<html>404</html>", b"\x89PNG\r\n\x1a\n" + b"\0" * 50])
+@pytest.mark.parametrize("encoded", [b"no picture at all", b"\x89PNG\r\n\x1a\n" + b"\0" * 50])
 def test_what_is_no_picture_is_unreadable(encoded: bytes) -> None:
     with pytest.raises(UnreadableSampleError, match="not a picture of a known format|SyntaxError"):
         pixels_of(encoded)
     with pytest.raises(UnreadableSampleError, match="not a picture of a known format|SyntaxError"):
         upright_size(encoded)
+
+
+@pytest.mark.parametrize(
+    ("encoded", "kind"),
+    [
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC"),
+        (b"\0\0\0\x1cftypmp42\0\0\0\0", "a film"),
+        (b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL"),
+        (b"%PDF-1.7", "a PDF"),
+        (b"<!DOCTYPE html><title>404", "a web page"),
+        (b"", "an empty file"),
+    ],
+)
+def test_a_file_named_as_a_picture_is_told_as_what_it_is(encoded: bytes, kind: str) -> None:
+    for read in (pixels_of, upright_size):
+        with pytest.raises(UnreadableSampleError, match=f"it is {kind}"):
+            read(encoded)
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp", "gif"])
