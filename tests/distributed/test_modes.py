@@ -179,8 +179,8 @@ ALONE = {
 
 EXPORTED = {
     **dict.fromkeys(("base", "looked"), "prior/prior/diffusion_pytorch_model.safetensors"),
-    **dict.fromkeys(("dora_alone", "lokr_alone", "loha_alone"), "lora/lora.safetensors"),
-    "tokens_alone": "lora/lora.safetensors",
+    **dict.fromkeys(("dora_alone", "lokr_alone", "loha_alone"), "lora/adapter_model.safetensors"),
+    "tokens_alone": "lora/tokens.safetensors",
     "control_alone": "controlnet/controlnet.safetensors",
     "b_alone": "decoder/decoder/diffusion_pytorch_model.safetensors",
     "xl_alone": "pipeline/unet/diffusion_pytorch_model.safetensors",

@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 
 from cascade_train.batch import sample_seed
-from cascade_train.commands.export import ExportArgs, export
 from cascade_train.commands.generate import GenerateArgs, generate
-from cascade_train.config.saved import to_plain
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
 from cascade_train.results.sampling import Fingerprint
@@ -24,7 +21,6 @@ from cascade_train.tasks.text_to_image import DiffusionImageSampler
 from tests.distributed.test_modes import B_NARROW, NARROW
 from tests.integration.runs import train
 from tests.integration.test_stage_a import NARROW as A_NARROW
-from tests.unit.config.composing import checked
 
 pytestmark = pytest.mark.slow
 
@@ -203,18 +199,6 @@ def test_latents_of_another_compressor_are_refused(
         painted(prior, tmp_path / "out", decoder=str(decoder), decoder_steps=1)
 
 
-@pytest.fixture(scope="module")
-def combined(prior: Path, decoder: Path) -> Any:
-    """The two runs as one pipeline of diffusers."""
-    from diffusers import StableCascadeCombinedPipeline
-
-    out = prior.with_name("out")
-    assert export(ExportArgs(source=str(prior), decoder=str(decoder), format="combined", out=str(out))) == 0
-    pipeline = StableCascadeCombinedPipeline.from_pretrained(out / "combined")
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
 def of_image(number: int, stream: str) -> list[torch.Generator]:
     """Return the generator that the chain draws an image's noise from, with seed 0."""
     return [torch.Generator().manual_seed(sample_seed(0, 0, number, stream))]
@@ -225,16 +209,21 @@ def as_in_training(_module: Any, args: Any, given: dict[str, Any]) -> Any:
     return args, given | {"timestep_ratio": given["timestep_ratio"].clamp(max=0.99358326)}
 
 
-def test_diffusers_paints_our_picture_from_the_combined_folder(
-    prior: Path, decoder: Path, combined: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_diffusers_paints_our_picture_from_the_exports(
+    prior: Path, decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for network in (combined.prior_prior, combined.decoder):
+    from diffusers import StableCascadeDecoderPipeline, StableCascadePriorPipeline
+
+    of_prior = StableCascadePriorPipeline.from_pretrained(prior / "export" / "prior")
+    of_decoder = StableCascadeDecoderPipeline.from_pretrained(decoder / "export" / "decoder", latent_dim_scale=10.67)
+    of_prior.register_to_config(resolution_multiple=42.67)
+    for network in (of_prior.prior, of_decoder.decoder):
         network.register_forward_pre_hook(as_in_training, with_kwargs=True)
     settings = {"prompt": "a red circle", "guidance_scale": 0.0}
     first, second = ({"num_inference_steps": steps, **settings} for steps in (3, 2))
-    semantic = combined.prior_pipe(**first, height=128, width=128, generator=of_image(0, "generate")).image_embeddings
-    theirs = combined.decoder_pipe(semantic, **second, generator=of_image(0, "decode"), output_type="latent").images
-    picture = combined.vqgan.decode(combined.vqgan.config.scale_factor * theirs).sample[0].clamp(0, 1)
+    semantic = of_prior(**first, height=128, width=128, generator=of_image(0, "generate")).image_embeddings
+    theirs = of_decoder(semantic, **second, generator=of_image(0, "decode"), output_type="latent").images
+    picture = of_decoder.vqgan.decode(of_decoder.vqgan.config.scale_factor * theirs).sample[0].clamp(0, 1)
 
     ours: list[torch.Tensor] = []
     latents = DiffusionImageSampler.latents
@@ -248,52 +237,3 @@ def test_diffusers_paints_our_picture_from_the_combined_folder(
         assert float((own - other).norm() / own.norm()) < 1e-3
     pixels = (picture.permute(1, 2, 0).detach().numpy() * 255).round().astype(int)
     assert apart(seen, pixels) < 0.1
-
-
-def test_the_combined_pipeline_paints_by_itself(combined: Any) -> None:
-    steps = {"prior_num_inference_steps": 1, "num_inference_steps": 1, "output_type": "np"}
-    assert combined("a red circle", height=128, width=128, **steps).images.shape == (1, 128, 128, 3)
-
-
-@pytest.fixture(scope="module")
-def lora(prior: Path) -> Path:
-    """What looks like an export of adapters, without weights in it."""
-    folder = prior.with_name("lora")
-    folder.mkdir()
-    chosen = checked("task=lora", "model=c_tiny", "run.name=x")
-    OmegaConf.save(OmegaConf.create(to_plain(chosen)), folder / "config.yaml")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"decoder": "{c}"}, "is stage_c; after Stage C comes a Stage B"),
-        ({"decoder": None}, "format=combined is written alone, of what a run exported, and needs a Stage B"),
-        ({"format": "original"}, "decoder=.*/b is for format=combined; leave it out"),
-        ({"codec": "a", "decoder": "{c}"}, "codec=a: Stage A under a Stage B"),
-        ({"decoder": "package:tiny"}, "trained with objective.target=X0Target, and diffusers' pipelines of the"),
-        ({"source": "{lora}"}, "from=.*/lora: a run of what is added to a network. Merge adapters into weights first"),
-    ],
-)
-def test_only_what_belongs_together_is_combined(
-    prior: Path,
-    decoder: Path,
-    lora: Path,
-    tmp_path: Path,
-    given: dict[str, str | None],
-    message: str,
-) -> None:
-    places = {"c": prior, "b": decoder, "lora": lora}
-    filled = {"source": "{c}", "decoder": "{b}", "format": "combined", "out": str(tmp_path / "out")} | given
-    with pytest.raises(ConfigError, match=message):
-        export(ExportArgs(**{key: value and value.format(**places) for key, value in filled.items()}))
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_codec_of_another_kind_has_no_place_in_a_pipeline(
-    prior: Path, decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cascade_train.models.cascade.latent_codec.VQGAN.in_pipelines", False)
-    with pytest.raises(ConfigError, match="decoder=.*/b: decodes by VQGAN, which no pipeline of diffusers has"):
-        export(ExportArgs(source=str(prior), decoder=str(decoder), format="combined", out=str(tmp_path / "out")))

@@ -91,9 +91,8 @@ def test_entries_of_a_checkpoint_are_what_the_run_exported(run):
         key for key in table.state_dict_metadata if key.endswith(("lora_A.default.weight", "lora_B.default.weight"))
     ]
     saved = sorted(loading.load_entry(path, table, key).flatten().tolist() for key in keys)
-    exported = sorted(
-        value.flatten().tolist() for value in load_file(next((run / "export").rglob("lora.safetensors"))).values()
-    )
+    adapters = load_file(run / "export" / "lora" / "adapter_model.safetensors")
+    exported = sorted(value.flatten().tolist() for value in adapters.values())
     assert saved == exported
 
 

@@ -32,9 +32,8 @@ from cascade_train.commands.export import ExportArgs, export
 for name, arguments in {WHOLE!r}.items():
     if launch([*arguments, f"run.dir={{name}}"]) != 0:
         sys.exit(name)
-export(ExportArgs(source="lora", format=["single", "comfyui", "kohya"], out="converted/lora"))
+export(ExportArgs(source="lora", format=["peft", "comfyui", "kohya"], out="converted/lora"))
 export(ExportArgs(source="prior", format="original", out="converted/prior"))
-export(ExportArgs(source="prior", format="combined", decoder="decoder", out="converted/whole"))
 """
 
 
@@ -57,7 +56,7 @@ def test_exports_of_equal_runs_are_equal_byte_by_byte(tmp_path: Path) -> None:
         found.append(files(folder))
     one, two = found
     assert one.keys() == two.keys()
-    assert {"lora/export/README.md", "converted/whole/README.md", "converted/prior/README.md"} <= one.keys()
+    assert {"lora/export/README.md", "converted/prior/README.md"} <= one.keys()
     assert {"lora/export/lora/adapter_config.json", "converted/lora/lora.kohya.safetensors"} <= one.keys()
     assert len(one) > 30
     assert [name for name in one if one[name] != two[name]] == []

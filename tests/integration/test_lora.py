@@ -32,7 +32,8 @@ def run(base, tmp_path_factory):
 
 
 def exported(directory):
-    return load_file(directory / "export" / "lora" / "lora.safetensors")
+    folder = directory / "export" / "lora"
+    return load_file(folder / "adapter_model.safetensors") | load_file(folder / "tokens.safetensors")
 
 
 def pixels(folder):

@@ -86,8 +86,6 @@ def test_lengths_that_cannot_be_built_are_refused_and_nothing_is_written(finetun
             ExportArgs(source=str(finetuned), out=out, average=length)
     with pytest.raises(ConfigError, match=r"average=0.1: is for a run with checkpoints; from=package:tiny"):
         export(ExportArgs(source="package:tiny", out=out, average=0.1, format="original"))
-    with pytest.raises(ConfigError, match=r"format=combined is written alone, .* without step, weights and average"):
-        ExportArgs(source=str(finetuned), decoder="b", format="combined", average=0.1)
     assert not Path(out).exists()
 
 

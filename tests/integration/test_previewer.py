@@ -93,8 +93,6 @@ def test_verbs_that_need_a_stage_that_paints_refuse_it(run: Path, tmp_path: Path
         generate(GenerateArgs(source=str(run), prompts=["a circle"], out=str(tmp_path)))
     with pytest.raises(ConfigError, match="samples nothing from prompts"):
         generate(GenerateArgs(source=str(run), decoder=str(run), prompts=["a circle"], out=str(tmp_path)))
-    with pytest.raises(ConfigError, match="samples nothing from prompts"):
-        export(ExportArgs(source=str(run), format="combined", decoder=str(run), out=str(tmp_path)))
     with pytest.raises(ConfigError, match="this run has left no export/prior, only previewer$"):
         find_weight_files(str(run), part="prior")
 

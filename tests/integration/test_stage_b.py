@@ -54,7 +54,7 @@ def test_weights_come_out_in_the_originals_layout_and_train_on(run: Path, tmp_pa
 def test_an_adapter_trains_on_it_and_merges_into_it(run: Path, tmp_path: Path) -> None:
     changed = ("task=lora", f"model.weights={run}", "train.max_steps=2", "optimizer.lr=0.1")
     train(tmp_path / "lora", *STAGE_B, *changed)
-    adapter = load_file(tmp_path / "lora" / "export" / "lora" / "lora.safetensors")
+    adapter = load_file(tmp_path / "lora" / "export" / "lora" / "adapter_model.safetensors")
     assert any(value.any() for name, value in adapter.items() if ".lora_B." in name)
     assert merge(MergeArgs(source=str(run), lora=str(tmp_path / "lora"), out=str(tmp_path / "merged"))) == 0
     before, after = load_file(run / WEIGHTS), load_file(tmp_path / "merged" / "diffusion_pytorch_model.safetensors")

@@ -197,10 +197,10 @@ def test_a_single_file_trains_a_step_and_comes_out_equal_but_for_it(tmp_path: Pa
 
 
 def test_a_run_is_exported_in_every_format(lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    formats = ["single", "comfyui", "kohya", "original"]
+    formats = ["comfyui", "kohya", "original"]
     export(ExportArgs(source=str(lora), format=formats, out=str(tmp_path)))
     told = capsys.readouterr().out
-    names = ["lora.safetensors", *(f"lora.{name}.safetensors" for name in formats[1:])]
+    names = [f"lora.{name}.safetensors" for name in formats]
     assert all(
         (tmp_path / name).is_file() and f"{tmp_path / name}: read back with a relative error of" in told
         for name in names
@@ -209,9 +209,9 @@ def test_a_run_is_exported_in_every_format(lora: Path, tmp_path: Path, capsys: p
     # and each of them is a source again
     for name in names:
         export(ExportArgs(source=str(tmp_path / name), format="peft", model="c_tiny", out=str(tmp_path / "again")))
-        again = load_file(tmp_path / "again" / "lora" / "lora.safetensors")
+        again = load_file(tmp_path / "again" / "lora" / "adapter_model.safetensors")
         assert {key.rsplit(".lora_", 1)[0] for key in again} == {
-            key.rsplit(".lora_", 1)[0] for key in load_file(lora / "export" / "lora" / "lora.safetensors")
+            key.rsplit(".lora_", 1)[0] for key in load_file(lora / "export" / "lora" / "adapter_model.safetensors")
         }
 
 
@@ -275,21 +275,21 @@ def test_a_lora_is_merged_and_the_result_trains(base: Path, lora: Path, tmp_path
 
 
 def test_what_does_not_fit_is_refused(base: Path, lora: Path, tmp_path: Path) -> None:
-    single = lora / "export" / "lora" / "lora.safetensors"
+    single = lora / "export" / "lora" / "adapter_model.safetensors"
     with pytest.raises(ConfigError, match="is no run with checkpoints; say what to write it as, e.g. format=original"):
         export(ExportArgs(source=str(single)))
     with pytest.raises(ConfigError, match="format=comfy is unknown. Did you mean comfyui"):
         ExportArgs(source=str(single), format="comfy")
-    with pytest.raises(ConfigError, match="format=diffusers: from=.* holds adapters, whose formats are peft, single"):
+    with pytest.raises(ConfigError, match="format=diffusers: from=.* holds adapters, whose formats are peft, comfyui"):
         export(ExportArgs(source=str(single), format="diffusers"))
     with pytest.raises(ConfigError, match="format=kohya: from=.* holds a network's weights, whose formats are"):
         export(ExportArgs(source=str(base / "export" / "prior"), format="kohya"))
     with pytest.raises(ConfigError, match="no published size; name it by model=, one of b_3b, .*c_tiny"):
         export(ExportArgs(source=str(shutil.copy(single, tmp_path / "lora.safetensors")), format="kohya"))
-    with pytest.raises(ConfigError, match="step=2: is for a run with checkpoints; from=.*lora.safetensors is none"):
-        export(ExportArgs(source=str(single), format="single", step=2))
+    with pytest.raises(ConfigError, match="step=2: is for a run with checkpoints; from=.* is none"):
+        export(ExportArgs(source=str(single), format="kohya", step=2))
     with pytest.raises(ConfigError, match="dtype=bf16: is for a network's weights; adapters are written in fp32"):
-        export(ExportArgs(source=str(single), format="single", dtype="bf16", model="c_tiny"))
+        export(ExportArgs(source=str(single), format="kohya", dtype="bf16", model="c_tiny"))
     with pytest.raises(ConfigError, match="model=c_4b: no such option"):
         export(ExportArgs(source=str(single), format="kohya", model="c_4b"))
     with pytest.raises(ConfigError, match="dtype=fp16 must be bf16, fp32 or null"):
@@ -308,8 +308,8 @@ def test_what_does_not_fit_a_run_is_refused_before_its_export_is_written(base: P
     refused = {
         "dtype=bf16: is for what format= names. Add format=original for": (base, None, "bf16"),
         "dtype=bf16: format=diffusers would replace the pipeline in .* by its": (base, "diffusers", "bf16"),
-        "dtype=bf16: is for a network's weights; adapters are written in fp32": (lora, "single", "bf16"),
-        "format=diffusers: from=.* holds adapters, whose formats are peft, single": (lora, "diffusers", None),
+        "dtype=bf16: is for a network's weights; adapters are written in fp32": (lora, "kohya", "bf16"),
+        "format=diffusers: from=.* holds adapters, whose formats are peft, comfyui": (lora, "diffusers", None),
         "format=kohya: from=.* holds a network's weights, whose formats are": (base, "kohya", None),
     }
     for message, (run, format, dtype) in refused.items():

@@ -16,7 +16,7 @@ from cascade_train.config.saved import CONFIG_NAME
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import HubSource, parse_source
 from cascade_train.files.run_folder import is_run, no_checkpoint_yet
-from cascade_train.models.formats.weights_source import COMBINED, LORA_FILES, NETWORK_FILES, SINGLE_FILE
+from cascade_train.models.formats.weights_source import LORA_FILES, NETWORK_FILES, SINGLE_FILE
 from cascade_train.options import check_choice, check_length
 
 OF_CHECKPOINT = ("step", "weights", "average")
@@ -30,13 +30,8 @@ class ExportArgs(WeightsArgs):
     """A run, or weights or adapters in any format that is read: an export, a folder, a file, a hub id."""
     format: Any = None
     """Formats to write, one or a list. Weights: diffusers, original; single_file, a whole pipeline in one.
-    Adapters: peft, single, comfyui, kohya, original.
-    combined, alone: Stage C with decoder=…, for diffusers' combined pipeline.
-    null = what a run leaves by itself: diffusers, or peft with a single file in it."""
-    decoder: str | None = None
-    """For format=combined, Stage B with its Stage A: a run, its export, or published weights."""
-    codec: str | None = None
-    """For format=combined, Stage A instead of that under Stage B: a run, its export, or weights."""
+    Adapters: peft, comfyui, kohya, original.
+    null = what a run leaves by itself: diffusers, or peft."""
     step: int | None = None
     """Checkpoint of the run to export; null = the newest whole one."""
     weights: str | None = None
@@ -54,7 +49,7 @@ class ExportArgs(WeightsArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = [*(NETWORK_FILES | LORA_FILES), COMBINED]
+        known = NETWORK_FILES | LORA_FILES
         for name in self.formats():
             if name not in known:
                 raise ConfigError(f"format={name} is unknown.{did_you_mean(name, known)}")
@@ -67,28 +62,12 @@ class ExportArgs(WeightsArgs):
             raise ConfigError(f"out={self.out} names a folder, whose files are named after their formats.")
         if self.push is not None and (parse_source(self.push) or HubSource("", None, "-")).repo != self.push:
             raise ConfigError(f"push={self.push} is no repository of the hub. Write it user/name.")
-        self._check_combined()
         if self.average is not None:
             check_length("average", self.average)
         if self.weights is not None:
             check_choice("weights", self.weights, ("trained", "average"))
         if self.weights is not None and self.average is not None:
             raise ConfigError(f"weights={self.weights}, average={self.average}: name one of the two.")
-
-    def _check_combined(self) -> None:
-        if COMBINED not in self.formats():
-            for key in ("decoder", "codec"):
-                if getattr(self, key) is not None:
-                    raise ConfigError(f"{key}={getattr(self, key)} is for format=combined; leave it out.")
-        elif (
-            self.decoder is None
-            or self.formats() != [COMBINED]
-            or any(getattr(self, k) is not None for k in OF_CHECKPOINT)
-        ):
-            raise ConfigError(
-                "format=combined is written alone, of what a run exported, and needs a Stage B: from=<Stage C> "
-                "decoder=<Stage B> format=combined, without step, weights and average. Export a step first."
-            )
 
     def formats(self) -> list[str]:
         """Return the formats asked for."""
@@ -122,20 +101,16 @@ def export(args: ExportArgs) -> int:
     out = Path(args.out) if args.out is not None else source / "export" if of_run else Path("export")
     read, written = str(out if of_run else source), list[str]()
     is_own = of_run and out.resolve() == (source / "export").resolve()
-    inputs = [] if of_run else [name for name in (args.source, args.decoder, args.codec) if name is not None]
-    rule = {"of_run": of_run and formats != [COMBINED], "is_own": is_own, "overwrite": args.overwrite}
-    exports.check_replaceable(out, formats, inputs=inputs, **rule)
-    if formats == [COMBINED]:
-        stages = args.source, str(args.decoder), args.codec
-        written += exports.export_combined(*stages, out, dtype=args.dtype, allow_any_target=trusted)
-    elif of_run:
+    rule = {"of_run": of_run, "is_own": is_own, "overwrite": args.overwrite}
+    exports.check_replaceable(out, formats, inputs=[] if of_run else [args.source], **rule)
+    if of_run:
         if formats:
             exports.check_run(source, formats, model=args.model, dtype=args.dtype, allow_any_target=trusted)
         of_checkpoint = {key: getattr(args, key) for key in OF_CHECKPOINT}
         exports.export_run(source, out, **of_checkpoint, allow_any_target=trusted)
     if SINGLE_FILE in formats:
         written += exports.export_single_file(read, out, dtype=args.dtype)
-    if others := [name for name in formats if name not in (SINGLE_FILE, COMBINED)]:
+    if others := [name for name in formats if name != SINGLE_FILE]:
         of_weights = {key: getattr(args, key) for key in ("model", "module_filters", "dtype", "allow_any_target")}
         written += exports.convert(read, others, out, **of_weights)
     of_card = {key: getattr(args, key) for key in ("source", "step", "push", "private")}

@@ -68,7 +68,7 @@ class Family(abc.ABC):
     pipelines: ClassVar[Mapping[str, str]] = MappingProxyType({})
     sizes: ClassVar[Mapping[str, str]] = MappingProxyType({})
     lora_root: ClassVar[str | None] = None
-    lora_formats: ClassVar[tuple[str, ...]] = ("peft", "single")
+    lora_formats: ClassVar[tuple[str, ...]] = ("peft",)
 
     @abc.abstractmethod
     def network_class(self) -> Any:
@@ -128,7 +128,7 @@ class Family(abc.ABC):
         return None
 
     def write_numbered_lora(
-        self, path: Path, lora: StoredLora, modules: Mapping[str, Shape], metadata: Mapping[str, str]
+        self, path: Path, lora: StoredLora, modules: Mapping[str, Shape], header: Mapping[str, str]
     ) -> None:
         """Write adapters by position, in the format "original"; a ConfigError for what has no place there."""
         raise AssertionError(f"adapters of {self.tag} are stored by name")

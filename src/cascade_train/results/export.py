@@ -1,4 +1,4 @@
-"""Exports of trained models: of a run's checkpoint, of weights and adapters in other formats, of several stages as one.
+"""Exports of trained models: of a run's checkpoint, of weights and adapters in other formats.
 
 Lives here: what is read, and which formats fit it; each is read back, and its relative error printed. Must not live
 here: how a format is written (models/formats/).
@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 from torch import Tensor
@@ -36,14 +35,12 @@ from cascade_train.files.output import EXPORTER, check_output
 from cascade_train.files.run_folder import EXPORT, EXPORTED, exported_step
 from cascade_train.files.untrusted import read_regular
 from cascade_train.models.family import Family
-from cascade_train.models.formats.export import DTYPES, build_plain_network, save_network
-from cascade_train.models.formats.export_lora import export_lora, merge_all
+from cascade_train.models.formats.export import DTYPES, save_network
+from cascade_train.models.formats.export_lora import export_lora, read_changes
 from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
 from cascade_train.models.formats.weights import load_state
-from cascade_train.models.formats.weights_source import COMBINED, LORA_FILES, NETWORK_FILES, SINGLE_FILE
-from cascade_train.models.stage import Stage
-from cascade_train.results.find import TrainedModel, find_model, run_of, stored_network, use_codec, whole_pipeline
-from cascade_train.results.sampling import Fingerprint, check_same_latents, fit_sizes, load_parts
+from cascade_train.models.formats.weights_source import LORA_FILES, NETWORK_FILES, SINGLE_FILE
+from cascade_train.results.find import run_of, stored_network, whole_pipeline
 from cascade_train.tasks.base import Task
 from cascade_train.tasks.lora import LoRA
 
@@ -51,9 +48,6 @@ log = logging.getLogger(__name__)
 
 MOST_ERROR = 0.1
 """Largest relative error (L2 norm) of the profile of a built average."""
-
-CASCADE_SCHEDULER = "DDPMWuerstchenScheduler"
-"""The one that diffusers' pipelines of the cascade sample with."""
 
 
 def check_replaceable(
@@ -66,7 +60,7 @@ def check_replaceable(
     check = partial(check_output, command=EXPORTER, overwrite=overwrite)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={out} is a file. Give the folder to write into.")
-    card, known = out / CARD, NETWORK_FILES | LORA_FILES | {COMBINED: COMBINED}
+    card, known = out / CARD, NETWORK_FILES | LORA_FILES
     names = {known[name].format(part=part) for family in families() for part in family.parts for name in formats}
     names |= {name for family in families() for name in family.uses if of_run}
     for path in [out / name for name in names]:
@@ -194,64 +188,6 @@ def find_checkpoint(store: CheckpointStore, step: int | None) -> Path:
     return path
 
 
-def export_combined(
-    source: str, decoder: str, codec: str | None, out: Path, *, dtype: str | None, allow_any_target: bool
-) -> list[str]:
-    """Write Stage C and Stage B, with its Stage A, as one folder in `out` for diffusers' combined pipeline.
-
-    `codec` takes the place of that Stage A. `dtype` is a key of `DTYPES`, or None to keep that of the stored weights.
-    Returns the folder's name.
-
-    Raises:
-        ConfigError: adapters, stages that were not made for each other, or a Stage A that no pipeline has.
-        RunError: what was written reads back differently.
-    """
-    model = find_model(source, key="from", part="prior", allow_any_target=allow_any_target)
-    other = find_model(decoder, key="decoder", part="decoder", allow_any_target=allow_any_target)
-    if codec is not None:
-        use_codec(other, codec)
-    _check(model, other)
-    first: Any
-    second: Any
-    with process_group() as world:
-        first, second = (load_parts(each, world).stage for each in (model, other))
-    check_same_latents(model, Fingerprint.of(first), other, Fingerprint.of(second))
-    states = [_stored(each, stage, dtype) for each, stage in ((model, first), (other, second))]
-    _print_error(out / COMBINED, second.save_combined(states[1], first, states[0], out / COMBINED))
-    return [COMBINED]
-
-
-def _check(model: TrainedModel, decoder: TrainedModel) -> None:
-    fit_sizes(model, decoder, height=None, width=None, compression=None)  # stages in their places
-    for each in (model, decoder):
-        if not build_component(each.cfg, "task").trains_network:
-            raise ConfigError(
-                f"{each.origin}: a run of what is added to a network. Merge adapters into weights first, with "
-                "cascade-train merge, and name those in the run's place."
-            )
-        objective = build_component(each.cfg, "objective")
-        if (objective.scheduler_config() or {}).get("_class_name") != CASCADE_SCHEDULER:
-            raise ConfigError(
-                f"{each.origin}: was trained with objective.target={type(objective.target).__name__}, and diffusers' "
-                "pipelines of the cascade sample what predicts noise on the cosine schedule. Name one that was trained "
-                "with objective=gdf."
-            )
-    codec = build_component(decoder.cfg, "model").stage_a
-    if not codec.in_pipelines:
-        raise ConfigError(
-            f"{decoder.origin}: decodes by {type(codec).__name__}, which no pipeline of diffusers has. Name a Stage B "
-            "on a VQGAN, such as one of model=b_tiny."
-        )
-
-
-def _stored(model: TrainedModel, stage: Stage, dtype: str | None) -> dict[str, Tensor]:
-    """Return a stage's weights in the dtype that they are stored in."""
-    source = model.cfg.model.weights if model.export is None else str(model.export)
-    network = build_plain_network(stage.family, stage.network.config, None)
-    key = model.origin.partition("=")[0]
-    return load_state(network, source, dtype=DTYPES.get(dtype or ""), key=key, part=stage.part)
-
-
 def export_single_file(source: str, out: Path, *, dtype: str | None) -> list[str]:
     """Write a whole pipeline as one file in `out`; return its name. A ConfigError where `source` holds none."""
     found, name = whole_pipeline(source), NETWORK_FILES[SINGLE_FILE]
@@ -293,7 +229,7 @@ def convert(
         lora = read_lora(source, key="from", family=network.family, modules=modules, module_filters=module_filters)
         for name in formats:
             path = out / names[name]
-            _print_error(path, export_lora(lora, network, path, format=name, metadata={}, title=_title(source)))
+            _print_error(path, export_lora(lora, network, path, format=name, title=_title(source)))
         return [names[name] for name in formats]
     config = dict(network.config)
     state = load_state(network, source, dtype=DTYPES.get(dtype or ""), key="from")
@@ -357,8 +293,8 @@ def merge(
     """Write weights with adapters merged into them: a file where `out` ends in .safetensors, else diffusers' folder."""
     network = stored_network(source, model=model, key="from", allow_any_target=allow_any_target)
     config = dict(network.config)
-    state = load_state(network, source, dtype=DTYPES.get(dtype or ""), key="from")
-    merge_all(network, state, loras, strengths, key="lora", module_filters=module_filters)
+    change = read_changes(network, loras, strengths, key="lora", module_filters=module_filters)
+    state = load_state(network, source, dtype=DTYPES.get(dtype or ""), key="from", change=change)
     format = "original" if out.suffix == ".safetensors" else "diffusers"
     _print_error(out, save_network(network.family, state, config, out, format=format, command="merge"))
 

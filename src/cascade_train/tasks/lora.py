@@ -286,4 +286,4 @@ class LoRA(TextToImage):
                 place = next(path for path, module in encoder.module.named_modules() if module is table)
                 tokens[name] = table.stored(below(place, text))
         lora = StoredLora(spec=self._spec, state=adapters, tokens=tokens)
-        return save_lora(lora, self.stage.family, self.stage.network.config, directory, {})
+        return save_lora(lora, self.stage.family, self.stage.network.config, directory)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cascade_train.models.adapters.kinds import by_module
 from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.networks.unet import CascadeUNet
+from cascade_train.models.formats.export_lora import merged
 from cascade_train.models.formats.lora_files import fill_adapters, module_shapes, read_lora
 from cascade_train.models.lora import (
     LoraSpec,
@@ -85,3 +87,11 @@ def load_lora(network: CascadeUNet, source: str) -> LoraSpec:
     attach_adapters(network, lora.spec)
     fill_adapters(network, lora.by_root()[""], f"from={source}")
     return lora.spec
+
+
+def merge_into(network: CascadeUNet, lora: StoredLora) -> None:
+    """Merge adapters into a network in place."""
+    state = network.state_dict()
+    for name in lora.spec.targets:
+        weight = state[f"{name}.weight"]
+        weight.copy_(merged(weight, name, [(lora, by_module(lora.state), 1.0)]))

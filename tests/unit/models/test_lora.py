@@ -10,7 +10,6 @@ from torch import nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade.networks.unet import CascadeUNet
-from cascade_train.models.formats.export_lora import merge_lora_into
 from cascade_train.models.lora import (
     ADAPTER,
     StoredLora,
@@ -20,7 +19,7 @@ from cascade_train.models.lora import (
     lora_spec,
     select_modules,
 )
-from tests.unit.models.small_networks import empty_network, predict, small_network
+from tests.unit.models.small_networks import empty_network, merge_into, predict, small_network
 
 
 def inject(network: nn.Module, module_filters: list[str] | None = None, **changes: Any) -> list[str]:
@@ -32,7 +31,7 @@ def merge(network: CascadeUNet) -> CascadeUNet:
     """Return another base with the adapters of `network` in its weights."""
     base = small_network()
     lora = StoredLora(spec=lora_spec(network), state=adapter_state(network.state_dict()))
-    merge_lora_into(base.state_dict(), lora, 1.0)
+    merge_into(base, lora)
     return base
 
 

@@ -161,7 +161,7 @@ def test_other_kinds_left_behind_predict_the_same_and_are_trained_on(
     if model != "c_tiny":
         network, family = task.stage.network, task.stage.family
         lora = read_lora(str(folder), key="from", family=family, modules=module_shapes(network))
-        assert export_lora(lora, network, tmp_path / "a.safetensors", format="kohya", metadata={}) < 1e-6
+        assert export_lora(lora, network, tmp_path / "a.safetensors", format="kohya") < 1e-6
         towers = {"sd_tiny": {"te"}, "sdxl_tiny": {"te1", "te2"}}[model]
         assert {name.split("_")[1] for name in load_file(tmp_path / "a.safetensors")} == {"unet"} | towers
 
@@ -198,7 +198,7 @@ def test_a_generation_finds_tokens_and_adapters_by_name(left_behind: tuple[Any, 
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("place", ["", "export", "export/lora", "export/lora/lora.safetensors"])
+@pytest.mark.parametrize("place", ["", "export", "export/lora", "export/lora/adapter_model.safetensors"])
 def test_a_new_run_starts_from_given_adapters_and_trains_their_tokens_on(
     left_behind: tuple[Any, Path], place: str
 ) -> None:

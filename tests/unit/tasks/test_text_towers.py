@@ -186,7 +186,7 @@ def test_other_programs_find_the_towers_under_kohyas_names(family: str, prefixes
     modules = {name: tuple(layer.get_base_layer().weight.shape) for name, layer in adapted_layers(network)}
     lora = read_lora(str(folder), key="from", family=STABLE_DIFFUSION, modules=modules)
     file = tmp_path / "kohya.safetensors"
-    assert export_lora(lora, network, file, format="kohya", metadata={}) < 1e-6
+    assert export_lora(lora, network, file, format="kohya") < 1e-6
     names = {name.split("_")[1] for name in load_file(file)}
     assert names == {"unet", *prefixes}
     assert (tmp_path / "kohya.embeddings" / "fernando.safetensors").is_file()
@@ -209,10 +209,10 @@ def test_tokens_that_kohyas_format_has_no_place_for_are_refused_before_anything_
     folder, network = left(task, "lora", tmp_path), task.stage.network
     modules = {name: tuple(layer.get_base_layer().weight.shape) for name, layer in adapted_layers(network)}
     lora, out = read_lora(str(folder), key="from", family=network.family, modules=modules), tmp_path / "out"
-    with pytest.raises(ConfigError, match=r"format=kohya: has no place for .* \(black</w>\).*use format=single"):
-        export_lora(lora, network, out / "kohya.safetensors", format="kohya", metadata={})
+    with pytest.raises(ConfigError, match=r"format=kohya: has no place for .* \(black</w>\).*use format=peft"):
+        export_lora(lora, network, out / "kohya.safetensors", format="kohya")
     assert not out.exists()
-    assert export_lora(lora, network, out / "single.safetensors", format="single", metadata={}) < 1e-6
+    assert export_lora(lora, network, out / "lora", format="peft") < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,9 @@ USES = {
     "decoder": "`decoder/` is Stage B as a pipeline: `StableCascadeDecoderPipeline.from_pretrained('decoder')` of "
     "diffusers, or with a Stage A or an objective that it does not know the network alone.",
     "decoder.original.safetensors": "`decoder.original.safetensors` is Stage B for the original code and for ComfyUI.",
-    "combined": "`combined/` is the whole cascade: `StableCascadeCombinedPipeline.from_pretrained('combined')` of "
-    "diffusers.",
     "lora": "`lora/` is a LoRA of Stage C: `PeftModel.from_pretrained(network, 'lora')` of peft, on diffusers' "
     "`StableCascadeUNet` of the base. New tokens and adapters of the text encoder lie in files of their own beside "
     "it.",
-    "lora.safetensors": "`lora.safetensors` is a LoRA of Stage C with its tokens in one file, for cascade_train.",
     "lora.comfyui.safetensors": "`lora.comfyui.safetensors` is a LoRA of Stage C for ComfyUI: put it into "
     "`models/loras`, and its tokens, if there are any, from `lora.comfyui.embeddings/` into `models/embeddings`.",
     "lora.kohya.safetensors": "`lora.kohya.safetensors` is a LoRA of Stage C for sd-scripts and ComfyUI.",
@@ -49,11 +46,11 @@ class Cascade(Family):
     tag = "stable-cascade"
     parts = ("prior", "decoder")
     uses = USES
-    in_diffusers = frozenset({"prior", "decoder", "combined", "vqgan"})
+    in_diffusers = frozenset({"prior", "decoder", "vqgan"})
     sizes = MappingProxyType(
         {"c_3b": "Stage C 3.6B", "c_1b": "Stage C 1B", "b_3b": "Stage B 3B", "b_700m": "Stage B 700M"}
     )
-    lora_formats = ("peft", "single", "comfyui", "kohya", "original")
+    lora_formats = ("peft", "comfyui", "kohya", "original")
 
     def network_class(self) -> Any:
         """Return diffusers' `StableCascadeUNet`."""
@@ -137,10 +134,10 @@ class Cascade(Family):
         return read_original(header, tensors, modules, filters, origin) if is_original(tensors) else None
 
     def write_numbered_lora(
-        self, path: Path, lora: StoredLora, modules: Mapping[str, Shape], metadata: Mapping[str, str]
+        self, path: Path, lora: StoredLora, modules: Mapping[str, Shape], header: Mapping[str, str]
     ) -> None:
         """Write the original's layout."""
-        write_original(path, lora, modules, metadata)
+        write_original(path, lora, modules, header)
 
 
 CASCADE = Cascade()

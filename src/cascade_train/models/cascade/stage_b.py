@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from cascade_train.batch import Batch
-from cascade_train.models.cascade.stage_c import CascadeStage, StageC
+from cascade_train.models.cascade.stage_c import CascadeStage
 from cascade_train.models.control import Conditions
 from cascade_train.models.frozen_part import LatentCodec
 from cascade_train.models.stage import Images, Save, Tokens, to_device
@@ -174,10 +173,3 @@ class StageB(CascadeStage):
     def exports(self) -> Mapping[str, Save]:
         """Return `decoder`, a folder that diffusers' decoder pipeline loads."""
         return {self.part: partial(self._pipelines().save_decoder, self)}
-
-    def save_combined(
-        self, state: Mapping[str, Tensor], prior: StageC, prior_state: Mapping[str, Tensor], directory: Path
-    ) -> float:
-        """Write this stage and a Stage C as one folder for diffusers' combined pipeline, else as `save_decoder`."""
-        error: float = self._pipelines().save_combined(prior, prior_state, self, state, directory)
-        return error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.output import EXPORTER, MARK, remove_written
+from cascade_train.models.adapters.kind import Parts
 from cascade_train.models.adapters.kinds import KINDS, by_module
 from cascade_train.models.family import Family
 from cascade_train.models.formats.export import (
@@ -25,12 +26,10 @@ from cascade_train.models.formats.export import (
 )
 from cascade_train.models.formats.lora_files import (
     DIFFUSERS_FILE,
-    SINGLE_FILE,
     module_shapes,
     read_lora,
     write_diffusers_file,
     write_peft_folder,
-    write_single_file,
 )
 from cascade_train.models.formats.lora_files_keyed import write_embeddings, write_keyed, write_token_files
 from cascade_train.models.lora import StoredLora
@@ -43,20 +42,16 @@ def save_lora(
     family: Family,
     network_config: Mapping[str, Any],
     directory: Path,
-    metadata: Mapping[str, str],
 ) -> float:
-    """Write adapters as peft's folder and as one file with metadata, replacing `directory` at once.
+    """Write adapters as peft's folder, with a file for diffusers' pipelines where these load any of the family.
 
-    Where diffusers' pipelines load any of the family, theirs is a third file. All are read back for a network of that
-    diffusers config, and each layer's contribution is compared (RunError). `metadata` is added to the single file's
-    header.
+    Both are read back for a network of that diffusers config, and each layer's contribution is compared (RunError).
     """
     modules = module_shapes(build_plain_network(family, network_config, None))
     read = partial(read_lora, key="export", family=family, modules=modules)
     with replaced_directory(directory) as place:
         write_peft_folder(place, lora)
-        write_single_file(place / SINGLE_FILE, lora, metadata)
-        errors = [lora_error(lora, read(str(each)), directory) for each in (place, place / SINGLE_FILE)]
+        errors = [lora_error(lora, read(str(place)), directory)]
         if family.lora_root is not None and lora.spec.kind == "lora":
             write_diffusers_file(place, lora, family.lora_root)
             again = read(str(place / DIFFUSERS_FILE))
@@ -72,36 +67,32 @@ def export_lora(
     out: Path,
     *,
     format: str,
-    metadata: Mapping[str, str],
     title: str = "LoRA",
 ) -> float:
     """Write adapters of a network, which may lie on meta, in one of its family's `lora_formats`, replacing `out`.
 
     `out` is a folder for "peft", else a file that ends in `.safetensors`. Trained tokens are written as embeddings in
     `<stem>.embeddings` where the format does not support them; a ConfigError for anything else that it does not.
-    `metadata` is added to the header, of "comfyui" and "kohya" with `model_spec`. A RunError where it reads back
-    differently.
+    The headers of "comfyui" and "kohya" have `model_spec`. A RunError where it reads back differently.
     """
     family: Family = network.family
     if format == "peft":
-        return save_lora(lora, family, network.config, out, metadata)
+        return save_lora(lora, family, network.config, out)
     modules, keyed = module_shapes(network), format in ("comfyui", "kohya")
     first = lora.tokens.get("text_encoder")
     if keyed and first is not None and family.lora_root is not None and not all(first.is_new):
         old = [name for name, is_new in zip(first.strings, first.is_new, strict=True) if not is_new]
         raise ConfigError(
             f"format={format}: has no place for tokens of the vocabulary that were trained ({', '.join(old)}), only "
-            "for new ones; use format=single or peft, which hold them"
+            "for new ones; use format=peft, which holds them"
         )
     with replaced_file(out) as place:
         if keyed:
             own = family.model_spec(network.config, is_lora=True, prediction=None)
-            header = {**metadata, **model_spec(own, title, is_lora=True)}
+            header = model_spec(own, title, is_lora=True)
             write_keyed(place, lora, header, spelling=family.spelling(format, [*modules]))
-        elif format == "original":
-            family.write_numbered_lora(place, lora, modules, {**metadata, MARK: EXPORTER})
         else:
-            write_single_file(place, lora, {**metadata, MARK: EXPORTER})
+            family.write_numbered_lora(place, lora, modules, {MARK: EXPORTER})
         expected = replace(lora, tokens={}) if keyed else lora
         found = read_lora(str(place), key="export", family=family, modules=modules)
         error = lora_error(expected, found, out)
@@ -144,23 +135,31 @@ def _contributions(lora: StoredLora) -> dict[str, dict[str, Tensor]]:
 
 
 @torch.no_grad()
-def merge_lora_into(state: dict[str, Tensor], lora: StoredLora, strength: float) -> None:
-    """Add adapters to the weights of a network's state dict, in place; sums in fp32, rounded once.
+def merged(weight: Tensor, name: str, adapters: Iterable[tuple[StoredLora, Mapping[str, Parts], float]]) -> Tensor:
+    """Weight of a module with adapters, one after the other, in fp32.
 
     W becomes W + strength (W' - W), W' being the adapted weight: with DoRA its outputs have the trained magnitudes.
     """
-    kind, parts = KINDS[lora.spec.kind], by_module(lora.state)
-    for name in lora.spec.targets:
-        weight = state[f"{name}.weight"].float()
-        state[f"{name}.weight"].copy_(weight + strength * kind.change(lora.spec.of(name), parts[name], weight))
+    weight = weight.float()
+    for lora, parts, strength in adapters:
+        if name in parts:
+            kind = KINDS[lora.spec.kind]
+            weight = weight + strength * kind.change(lora.spec.of(name), parts[name], weight)
+    return weight
 
 
-def merge_all(
-    network: nn.Module, state: dict[str, Tensor], sources: Sequence[str], strengths: Sequence[float], **reading: Any
-) -> None:
-    """Read adapters (see `read_lora`) and merge them one after the other into a network's state dict."""
+def read_changes(
+    network: nn.Module, sources: Sequence[str], strengths: Sequence[float], **reading: Any
+) -> Callable[[str, Tensor], Tensor]:
+    """Read adapters (see `read_lora`); returns what a stored tensor of the network becomes with them, by its name.
+
+    Sums are fp32 whatever the dtype of the weights, so that they are rounded once, where they are written.
+    """
+    adapters = []
     for source, strength in zip(sources, strengths, strict=True):
         lora = read_lora(source, family=network.family, modules=module_shapes(network), **reading)
         if lora.tokens or len(lora.by_root()) > 1:
             log.warning("%s: only what belongs to the network is merged; its text encoder part stays with it.", source)
-        merge_lora_into(state, lora, strength)
+        adapters.append((lora, by_module(lora.by_root()[""]), strength))
+    changed = {f"{name}.weight" for lora, _, _ in adapters for name in lora.spec.targets}
+    return lambda name, value: merged(value, name.removesuffix(".weight"), adapters) if name in changed else value

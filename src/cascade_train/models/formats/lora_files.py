@@ -1,4 +1,4 @@
-"""Adapters on disk: our file with metadata, the folders of peft and diffusers, and the one way in for every format."""
+"""Adapters on disk: the folders of peft and diffusers, and the one way in for every format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -35,8 +34,6 @@ from cascade_train.models.lora import (
 DEFAULT_FILTERS = (".attn",)
 """What the original's published configuration adapts."""
 
-FORMAT = "cascade_train.lora/1"
-SINGLE_FILE = "lora.safetensors"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -49,28 +46,6 @@ DIFFUSERS_HEADER = "lora_adapter_metadata"
 _PEFT_PREFIX = "base_model.model."
 _ALPHA, _RANK = "lora_alpha", "r"  # of every adapter of a peft folder, from its configuration
 _log = logging.getLogger(__name__)
-
-
-def write_single_file(path: Path, lora: StoredLora, metadata: Mapping[str, str]) -> None:
-    """Write adapters as one file whose header describes them and names their base; `metadata` is added to it.
-
-    Trained tokens are `TOKEN_ROWS`.
-    """
-    spec = lora.spec
-    header = {
-        **metadata,
-        "format": FORMAT,
-        "base_size": spec.base_size or "",
-        "rank": str(spec.rank),
-        "alpha": str(spec.alpha),
-        "dora": str(spec.dora).lower(),
-        "targets": json.dumps(spec.targets),
-        **{key: json.dumps(own) for key, own in (("ranks", spec.ranks), ("alphas", spec.alphas)) if own},
-    }
-    if spec.kind != "lora":
-        header |= {"kind": spec.kind, "factor": json.dumps(spec.factor)}
-    rows, of_tokens = _tokens_of(lora)
-    write_tensors(path, {**lora.state, **rows}, header | of_tokens)
 
 
 def write_peft_folder(folder: Path, lora: StoredLora) -> None:
@@ -148,7 +123,7 @@ def read_lora(
 ) -> StoredLora:
     """Read adapters of any known format that fit a network of these modules, see `module_shapes`.
 
-    `source` is one file (ours, ComfyUI's, kohya's, LyCORIS's, dotted names, or the original's), a peft folder, or a
+    `source` is one file (ComfyUI's, kohya's, LyCORIS's, dotted names, or the original's), a peft folder, or a
     run.
     `module_filters` are the modules that a file of the original adapts; other formats name them.
 
@@ -215,41 +190,21 @@ def _read_by_name(
     modules: Mapping[str, Shape],
     origin: str,
 ) -> StoredLora:
-    """Read ours, peft's, ComfyUI's and kohya's adapters, which name their modules."""
+    """Read peft's, ComfyUI's and kohya's adapters, which name their modules."""
     named = {name: value for name, value in tensors.items() if name not in TOKEN_ROWS.values()}
-    if header.get("format") == FORMAT:
-        spec = _spec_of(header)
-        named |= {f"{name}.alpha": torch.tensor(alpha) for name, alpha in spec.alphas.items()}
-        lora = read_keyed(named, modules, origin, family=family, given=Strength(spec.rank, spec.alpha))
-        lora = replace(lora, spec=spec)
-    elif kind_of(named) is not None:
-        facts = json.loads(header.get(DIFFUSERS_HEADER, "{}"))
-        for prefix in (f"{family.lora_root}.", *(f"{tower}." for tower in TEXT_ENCODERS)) if facts else ():
-            config = {name.removeprefix(prefix): fact for name, fact in facts.items() if name.startswith(prefix)}
-            named |= peft_alphas(named, config, prefix)
-        given = Strength(int(header[_RANK]), float(header[_ALPHA])) if _ALPHA in header else None
-        lora = read_keyed(named, modules, origin, family=family, given=given)
-    else:
+    if kind_of(named) is None:
         first = ", ".join(list(tensors)[:2]) or "nothing"
         raise ConfigError(
             f"{origin}: holds no adapters in a format that is read here, but {first}; see docs/weights.md"
         )
+    facts = json.loads(header.get(DIFFUSERS_HEADER, "{}"))
+    for prefix in (f"{family.lora_root}.", *(f"{tower}." for tower in TEXT_ENCODERS)) if facts else ():
+        config = {name.removeprefix(prefix): fact for name, fact in facts.items() if name.startswith(prefix)}
+        named |= peft_alphas(named, config, prefix)
+    given = Strength(int(header[_RANK]), float(header[_ALPHA])) if _ALPHA in header else None
+    lora = read_keyed(named, modules, origin, family=family, given=given)
     rows = {tower: tensors[name] for tower, name in TOKEN_ROWS.items() if name in tensors}
     return replace(lora, tokens={tower: _stored_tokens(tower, header, value) for tower, value in rows.items()})
-
-
-def _spec_of(header: Mapping[str, str]) -> LoraSpec:
-    return LoraSpec(
-        rank=int(header["rank"]),
-        alpha=float(header["alpha"]),
-        targets=tuple(json.loads(header["targets"])),
-        base_size=header["base_size"] or None,
-        dora=header.get("dora") == "true",
-        kind=header.get("kind", "lora"),
-        factor=json.loads(header.get("factor", "null")),
-        ranks={name: int(rank) for name, rank in json.loads(header.get("ranks", "{}")).items()},
-        alphas={name: float(alpha) for name, alpha in json.loads(header.get("alphas", "{}")).items()},
-    )
 
 
 def holds_lora(source: str) -> bool:

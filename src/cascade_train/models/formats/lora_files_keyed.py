@@ -32,8 +32,8 @@ _DOTTED = ("", "base_model.model.", "diffusion_model.")
 _TEXT_MODULE = re.compile(r"text_model_encoder_layers_(\d+)_(self_attn_[kqv]_proj|self_attn_out_proj|mlp_fc[12])")
 
 
-def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, spelling: Spelling) -> None:
-    """Write adapters under the names of another program, without trained tokens; `metadata` is added to the header."""
+def write_keyed(path: Path, lora: StoredLora, facts: Mapping[str, str], *, spelling: Spelling) -> None:
+    """Write adapters under the names of another program, without trained tokens; `facts` are added to the header."""
     tensors, kind = dict[str, Tensor](), KINDS[lora.spec.kind]
     prefixes = {"": spelling.network, "text_encoder": spelling.text_encoder, "text_encoder_2": SECOND_PREFIX}
     for module, parts in by_module(lora.state).items():
@@ -50,7 +50,7 @@ def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, sp
     if kind.name != "lora":
         factor = -1 if lora.spec.factor is None else lora.spec.factor
         header["ss_network_args"] = json.dumps({"algo": kind.name, "factor": factor})
-    write_tensors(path, tensors, {**metadata, **header})
+    write_tensors(path, tensors, {**facts, **header})
 
 
 def write_token_files(folder: Path, lora: StoredLora) -> None:

@@ -186,17 +186,24 @@ def read_tensors(path: Path, key: str, *, what: str) -> tuple[dict[str, str], di
 
 
 def load_state(
-    network: nn.Module, source: str, *, dtype: torch.dtype | None, key: str = "model.weights", part: str | None = None
+    network: nn.Module,
+    source: str,
+    *,
+    dtype: torch.dtype | None,
+    key: str = "model.weights",
+    part: str | None = None,
+    change: Callable[[str, Tensor], Tensor] = lambda _, value: value,
 ) -> dict[str, Tensor]:
     """Load a denoising network on the host in place, by diffusers' keys or the original's; return its state dict.
 
     It may lie on the meta device. `dtype` None = that of the first stored tensor; `part` None = whichever of the
-    family's exists. A ConfigError names the model that other weights belong to.
+    family's exists; `change` of name and stored tensor comes before the dtype. A ConfigError names the model that
+    other weights belong to.
     """
     with _open_network(network, source, key=key, part=part) as tensors:
         _check_network(network, tensors, f"{key}={source}")
         dtype = dtype or next(tensors.items())[1].dtype
-        _put(network, tensors.items(), dtype, torch.device("cpu"))
+        _put(network, ((name, change(name, value)) for name, value in tensors.items()), dtype, torch.device("cpu"))
     return network.state_dict()
 
 

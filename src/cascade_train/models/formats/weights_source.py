@@ -27,15 +27,13 @@ STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 PACKAGED = {"package:tiny": Path(__file__).parents[1] / "tiny_weights"}
 """Weights that ship with the package: a folder with one folder for each part, fp16."""
 
-COMBINED, SINGLE_FILE = "combined", "single_file"
-"""Formats of Stage C, B and A in one folder of this name, and of a whole pipeline in one file."""
+SINGLE_FILE = "single_file"
+"""Format of a whole pipeline in one file."""
 
 NETWORK_FILES = {
     "diffusers": "{part}", "original": "{part}.original.safetensors", SINGLE_FILE: "pipeline.safetensors"
 }  # fmt: skip
-LORA_FILES = {"peft": "lora", "single": "lora.safetensors"} | {
-    name: f"lora.{name}.safetensors" for name in ("comfyui", "kohya", "original")
-}
+LORA_FILES = {"peft": "lora"} | {name: f"lora.{name}.safetensors" for name in ("comfyui", "kohya", "original")}
 """Format -> its name in an export; a network's part is prior (Stage C) or decoder (Stage B)."""
 
 CONFIG_FILES = ("config.json",)

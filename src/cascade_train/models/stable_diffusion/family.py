@@ -16,7 +16,6 @@ from cascade_train.models.stable_diffusion.formats import original_names, single
 USES = {
     "lora": "`lora/` is a LoRA of Stable Diffusion: `pipeline.load_lora_weights('lora')` of diffusers, with the base's "
     "pipeline. New tokens lie in `lora/embeddings/`, for `pipeline.load_textual_inversion`.",
-    "lora.safetensors": "`lora.safetensors` is a LoRA of Stable Diffusion in one file, for cascade_train.",
     "lora.kohya.safetensors": "`lora.kohya.safetensors` is a LoRA of Stable Diffusion for sd-scripts, ComfyUI and "
     "others.",
     "controlnet": "`controlnet/` is a control network: `ControlNetModel.from_pretrained('controlnet')` of diffusers.",
@@ -39,7 +38,7 @@ class StableDiffusionFamily(Family):
     pipelines = MappingProxyType({"StableDiffusionPipeline": "sd15", "StableDiffusionXLPipeline": "sdxl"})
 
     lora_root = "unet"
-    lora_formats = ("peft", "single", "kohya")
+    lora_formats = ("peft", "kohya")
 
     def network_class(self) -> Any:
         """Return diffusers' `UNet2DConditionModel`."""

@@ -22,7 +22,7 @@ from cascade_train.models.adapters.kinds import KINDS, by_module
 from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.export import build_plain_network, fixed_prediction
-from cascade_train.models.formats.export_lora import export_lora, lora_error, merge_lora_into, save_lora
+from cascade_train.models.formats.export_lora import export_lora, lora_error, save_lora
 from cascade_train.models.formats.lora_files import adapter_size, holds_lora, module_shapes, read_lora, refill_lora
 from cascade_train.models.lora import (
     ADAPTER,
@@ -33,7 +33,7 @@ from cascade_train.models.lora import (
     lora_spec,
     without_adapters,
 )
-from tests.unit.models.small_networks import adapted, load_lora, predict, small_network, stored
+from tests.unit.models.small_networks import adapted, load_lora, merge_into, predict, small_network, stored
 from tests.unit.models.test_lora_formats import RANKS
 
 predicted = partial(fixed_prediction, CASCADE)
@@ -87,7 +87,7 @@ def test_weights_change_as_the_paper_says(changes: dict[str, Any]) -> None:
     torch.testing.assert_close(predicted(network), predicted(plain), atol=1e-5, rtol=1e-4)
     assert (predicted(network) - base).abs().max() > 0.1
     merged = small_network()
-    merge_lora_into(merged.state_dict(), lora, 1.0)
+    merge_into(merged, lora)
     torch.testing.assert_close(predicted(merged), predicted(plain), atol=1e-5, rtol=1e-4)
     with without_adapters([network]):
         assert torch.equal(predicted(network), base)
@@ -151,7 +151,7 @@ TEXT = "text_model.encoder.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize("changes", [*LORAS, DORA, *OTHERS])
-@pytest.mark.parametrize("format", ["peft", "single", "comfyui", "kohya"])
+@pytest.mark.parametrize("format", ["peft", "comfyui", "kohya"])
 def test_every_file_is_read_as_it_was_written_with_the_text_encoder(
     changes: dict[str, Any], format: str, tmp_path: Path
 ) -> None:
@@ -164,7 +164,7 @@ def test_every_file_is_read_as_it_was_written_with_the_text_encoder(
     text = {f"{TEXT}.{part}": torch.randn(shape) for part, shape in shapes.items()}
     lora = replace(stored(network, text), spec=replace(spec, **own))
     out = tmp_path / ("lora" if format == "peft" else "a.safetensors")
-    assert export_lora(lora, network, out, format=format, metadata={}) < 1e-6
+    assert export_lora(lora, network, out, format=format) < 1e-6
     assert holds_lora(str(out))
     found = read_from(str(out), modules=module_shapes(network))
     assert (found.spec.kind, found.spec.dora) == (kind, spec.dora)
@@ -177,7 +177,7 @@ def test_every_file_is_read_as_it_was_written_with_the_text_encoder(
     fresh = small_network()
     load_lora(fresh, str(out))
     torch.testing.assert_close(predicted(fresh), predicted(network), atol=1e-5, rtol=1e-5)
-    if not own and (kind != "lokr" or format in ("peft", "single")):
+    if not own and (kind != "lokr" or format == "peft"):
         other = small_network()
         inject_lora(other, **NEW | changes | {"seed": 7})
         refill_lora(other, str(out), key="task.weights", module_filters=FILTERS)
@@ -188,7 +188,7 @@ def test_every_file_is_read_as_it_was_written_with_the_text_encoder(
 @pytest.mark.parametrize("changes", [*LORAS, DORA, *OTHERS])
 def test_peft_itself_loads_a_folder(changes: dict[str, Any], tmp_path: Path) -> None:
     network = adapted(**ON | changes)
-    save_lora(stored(network), CASCADE, network.config, tmp_path / "lora", {})
+    save_lora(stored(network), CASCADE, network.config, tmp_path / "lora")
     plain = build_plain_network(CASCADE, network.config, small_network().state_dict())
     loaded = PeftModel.from_pretrained(plain, str(tmp_path / "lora")).get_base_model().eval()
     torch.testing.assert_close(predicted(loaded), predicted(network), atol=1e-6, rtol=1e-6)
@@ -196,7 +196,7 @@ def test_peft_itself_loads_a_folder(changes: dict[str, Any], tmp_path: Path) -> 
 
 def test_a_folder_of_lokr_with_ranks_of_their_own_is_refused(tmp_path: Path) -> None:
     network, config = adapted(**ON, kind="lokr"), tmp_path / "lora" / "adapter_config.json"
-    save_lora(stored(network), CASCADE, network.config, tmp_path / "lora", {})
+    save_lora(stored(network), CASCADE, network.config, tmp_path / "lora")
     config.write_text(json.dumps(json.loads(config.read_text()) | {"alpha_pattern": {"to_q": 5.0}}))
     with pytest.raises(ConfigError, match="LoKr adapters have ranks or alphas of their own .* train them anew"):
         read_from(str(tmp_path / "lora"), modules=module_shapes(network))
@@ -237,7 +237,7 @@ def in_comfyui(file: dict[str, Tensor], stem: str, shape: torch.Size) -> Tensor:
 @pytest.mark.parametrize("changes", [*LORAS, *OTHERS])
 def test_comfyui_computes_from_its_file_what_the_adapted_network_does(changes: dict[str, Any], tmp_path: Path) -> None:
     network, plain, out = adapted(**ON | changes), small_network(), tmp_path / "lora.safetensors"
-    export_lora(stored(network), network, out, format="comfyui", metadata={})
+    export_lora(stored(network), network, out, format="comfyui")
     file, used = load_file(out), 0
     weights = [name for name in plain.state_dict() if name.endswith(".weight")]
     for ours, theirs in zip(weights, comfyui_weights(plain), strict=True):
@@ -348,12 +348,12 @@ def test_files_that_are_not_read_are_refused(name: str, tmp_path: Path) -> None:
 
 def test_adapters_of_another_kind_and_the_originals_layout_are_refused(tmp_path: Path) -> None:
     network, other = adapted(**ON, kind="lokr"), small_network()
-    save_lora(stored(network), CASCADE, network.config, tmp_path / "lora", {})
+    save_lora(stored(network), CASCADE, network.config, tmp_path / "lora")
     inject_lora(other, **NEW, kind="loha")
     with pytest.raises(ConfigError, match=r"task\.weights=.*: its adapters are of another kind; set task\.kind=lokr"):
         refill_lora(other, str(tmp_path / "lora"), key="task.weights", module_filters=FILTERS)
     with pytest.raises(ConfigError, match=r"no place for adapters of another kind \(task\.kind=lokr\); choose another"):
-        export_lora(stored(network), network, tmp_path / "a.safetensors", format="original", metadata={})
+        export_lora(stored(network), network, tmp_path / "a.safetensors", format="original")
 
 
 def test_matrices_of_a_kronecker_product_show_no_size_of_a_model(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from cascade_train.models.cascade.formats import names
 from cascade_train.models.cascade.formats.names import original_state
 from cascade_train.models.formats import export_lora as export_lora_module
 from cascade_train.models.formats.export import build_plain_network, fixed_prediction, save_network
-from cascade_train.models.formats.export_lora import export_lora, merge_all
+from cascade_train.models.formats.export_lora import export_lora, read_changes
 from cascade_train.models.formats.lora_files import adapter_size, holds_lora
 from cascade_train.models.formats.weights import load_state, stored_size
 from tests.unit.models.small_networks import SMALL_B, adapted, empty_network, load_lora, small_network, stored
@@ -89,7 +90,7 @@ def test_sizes_are_told_from_the_tensors(tmp_path: Path) -> None:
 def test_adapters_go_out_in_every_format(name: str, tmp_path: Path) -> None:
     network = adapted(module_filters=[".attn", "embedding", "channelwise.0"], ranks=RANKS)
     out = tmp_path / ("lora" if name == "peft" else "lora.safetensors")
-    assert export_lora(stored(network, tokens=TOKENS), network, out, format=name, metadata={"run": "mine"}) < 1e-5
+    assert export_lora(stored(network, tokens=TOKENS), network, out, format=name) < 1e-5
     assert holds_lora(str(out))
     assert adapter_size([CASCADE], str(out), key="from") is None
     base = small_network()
@@ -105,7 +106,7 @@ def test_adapters_go_out_in_every_format(name: str, tmp_path: Path) -> None:
 
 def test_adapters_that_read_back_differently_never_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = adapted()
-    lora, write = stored(network, tokens=TOKENS), export_lora_module.write_single_file
+    lora, write = stored(network, tokens=TOKENS), export_lora_module.write_peft_folder
     fewer = {name: value for name, value in lora.state.items() if "down_blocks.0" not in name}
     targets = tuple(name for name in lora.spec.targets if f"{name}.lora_A.weight" in fewer)
     for changes, reason in (
@@ -114,45 +115,57 @@ def test_adapters_that_read_back_differently_never_appear(tmp_path: Path, monkey
         ({"state": fewer, "spec": replace(lora.spec, targets=targets)}, "other modules are adapted"),
     ):
         other = replace(lora, **changes)
-        monkeypatch.setattr(
-            export_lora_module, "write_single_file", lambda path, _, rest, other=other: write(path, other, rest)
-        )
+        monkeypatch.setattr(export_lora_module, "write_peft_folder", lambda path, _, other=other: write(path, other))
         with pytest.raises(RunError, match=reason):
-            export_lora(lora, network, tmp_path / "lora.safetensors", format="single", metadata={})
+            export_lora(lora, network, tmp_path / "lora", format="peft")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_merged_weights_predict_what_the_adapted_network_does(dora: bool, tmp_path: Path) -> None:
-    network = adapted(module_filters=[".attn", "embedding", "channelwise", "clf", "upscalers"], dora=dora)
-    source = tmp_path / "lora.safetensors"
-    export_lora(stored(network), network, source, format="single", metadata={})
+@pytest.mark.parametrize("options", [{}, {"dora": True}, {"kind": "lokr"}, {"kind": "loha"}], ids=str)
+def test_merged_weights_predict_what_the_adapted_network_does(options: dict[str, Any], tmp_path: Path) -> None:
+    network = adapted(module_filters=[".attn", "embedding", "channelwise", "clf", "upscalers"], **options)
+    export_lora(stored(network), network, tmp_path / "lora", format="peft")
     plain = small_network()
     before = {name: value.clone() for name, value in plain.state_dict().items()}
-    merge_all(plain, plain.state_dict(), [str(source)], [1.0], key="lora")
+    change = read_changes(plain, [str(tmp_path / "lora")], [1.0], key="lora")
+    full = {name: change(name, value) for name, value in before.items()}
+    plain.load_state_dict(full)
     torch.testing.assert_close(predicted(plain), predicted(network), atol=1e-4, rtol=1e-4)
-    full = {name: value.clone() for name, value in plain.state_dict().items()}
-    half = small_network()
-    merge_all(half, half.state_dict(), [str(source), str(source)], [0.75, -0.25], key="lora")
-    if not dora:
-        for name, value in half.state_dict().items():
-            torch.testing.assert_close(value, (before[name] + full[name]) / 2)
     changed = {name for name, value in full.items() if not torch.equal(value, before[name])}
     assert changed == {f"{name}.weight" for name in stored(network).spec.targets}
 
 
+@pytest.mark.parametrize("options", [{}, {"dora": True}, {"kind": "lokr"}, {"kind": "loha"}], ids=str)
+@pytest.mark.parametrize("original", [False, True])
+def test_a_merge_rounds_once_however_weak_the_adapters_are(
+    options: dict[str, Any], original: bool, tmp_path: Path
+) -> None:
+    network, base = adapted(module_filters=[".attn", "embedding"], **options), small_network()
+    export_lora(stored(network), network, tmp_path / "lora", format="peft")
+    source = tmp_path / ("base.safetensors" if original else "base")
+    save_network(CASCADE, base.state_dict(), base.config, source, format="original" if original else "diffusers")
+
+    def merged(dtype: torch.dtype) -> dict[str, Tensor]:
+        change = read_changes(base, [str(tmp_path / "lora")] * 3, [0.01, 0.02, -0.005], key="lora")
+        return load_state(empty_network(), str(source), dtype=dtype, key="from", change=change)
+
+    whole, half = merged(torch.float32), merged(torch.bfloat16)
+    assert any(not torch.equal(value, base.state_dict()[name]) for name, value in whole.items())
+    assert all(torch.equal(value, whole[name].bfloat16()) for name, value in half.items())
+
+
 def test_a_merge_says_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     network = adapted()
-    source = tmp_path / "lora.safetensors"
-    export_lora(stored(network, tokens=TOKENS), network, source, format="single", metadata={})
+    source = tmp_path / "lora"
+    export_lora(stored(network, tokens=TOKENS), network, source, format="peft")
     plain = small_network()
     with caplog.at_level(logging.WARNING):
-        merge_all(plain, plain.state_dict(), [str(source)], [1.0], key="lora")
+        read_changes(plain, [str(source)], [1.0], key="lora")
     assert "only what belongs to the network is merged" in caplog.text
 
 
 def test_adapters_are_not_taken_for_weights(tmp_path: Path) -> None:
     network = adapted()
-    export_lora(stored(network), network, tmp_path / "lora.safetensors", format="comfyui", metadata={})
+    export_lora(stored(network), network, tmp_path / "lora.safetensors", format="comfyui")
     with pytest.raises(ConfigError, match="from=.*: holds adapters, not a network's weights; train on them with task"):
         load_state(empty_network(), str(tmp_path / "lora.safetensors"), dtype=None, key="from")

@@ -81,8 +81,8 @@ CHECKPOINT = "is a checkpoint for resuming, in shards.*its run .*/run instead.*e
             "",
             "no export/prior; let it finish, or export its newest",
         ),
-        (["export/lora/lora.safetensors"], "", ONLY_LORA),
-        (["export/lora/lora.safetensors"], "export", ONLY_LORA),
+        (["export/lora/adapter_model.safetensors"], "", ONLY_LORA),
+        (["export/lora/adapter_model.safetensors"], "export", ONLY_LORA),
         (["run/config.yaml"], "run", "has left no export/prior: this run has no checkpoint yet"),
         (["holiday.jpg"], "", f"no weights in this folder, looked for {WEIGHTS}.*found holiday.jpg"),
         (["weights.zip"], "weights.zip", "must end in one of .safetensors"),
@@ -109,7 +109,7 @@ def test_a_path_that_is_not_there_is_refused_before_a_hub_is_asked() -> None:
 
 
 def test_the_adapter_of_a_run_is_found(tmp_path: Path) -> None:
-    file = touch(tmp_path / "export" / "lora" / "lora.safetensors")
+    file = touch(tmp_path / "export" / "lora" / "adapter_model.safetensors")
     assert find_part(tmp_path, "lora", "from") == file.parent
 
 

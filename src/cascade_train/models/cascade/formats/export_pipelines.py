@@ -67,24 +67,6 @@ def save_decoder(stage: StageB, state: Mapping[str, Tensor], directory: Path) ->
     return _save(directory, "StableCascadeDecoderPipeline", parts, networks, {"latent_dim_scale": _latent_scale(stage)})
 
 
-def save_combined(
-    prior: StageC,
-    prior_state: Mapping[str, Tensor],
-    decoder: StageB,
-    decoder_state: Mapping[str, Tensor],
-    directory: Path,
-) -> float:
-    """Write a folder that `StableCascadeCombinedPipeline.from_pretrained` loads; otherwise as `save_prior`.
-
-    That pipeline knows one compression, of 42.67 pixels for each of Stage C's latent positions, whatever the stages
-    were trained with, and one scheduler: the caller refuses stages of other objectives.
-    """
-    first, second = _plain_network(prior, prior_state), _plain_network(decoder, decoder_state)
-    of_prior = {f"prior_{name}": part for name, part in _prior_parts(first, prior).items()}
-    parts = _decoder_parts(second, decoder) | of_prior
-    return _save(directory, "StableCascadeCombinedPipeline", parts, {"prior_prior": first, "decoder": second})
-
-
 def _plain_network(stage: StageB | StageC, state: Mapping[str, Tensor]) -> StableCascadeUNet:
     stage.complete()
     return build_plain_network(CASCADE, stage.network.config, state)

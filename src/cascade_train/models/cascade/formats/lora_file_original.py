@@ -127,7 +127,7 @@ def _read_tokens(header: Mapping[str, str], tensors: Mapping[str, Tensor], origi
     return TrainedTokens(strings=strings, ids=ids, is_new=(True,) * len(strings), rows=rows.float())
 
 
-def write_original(path: Path, lora: StoredLora, modules: Mapping[str, Shape], metadata: Mapping[str, str]) -> None:
+def write_original(path: Path, lora: StoredLora, modules: Mapping[str, Shape], facts: Mapping[str, str]) -> None:
     """Write adapters as the original reads them, exactly: independent q, k and v need three times the rank.
 
     Every adapter of the file has the same rank, as the original asks; load it with `rank` and `module_filters` as in
@@ -148,7 +148,7 @@ def write_original(path: Path, lora: StoredLora, modules: Mapping[str, Shape], m
         tensors["embeddings.embeddings"] = tokens.rows.contiguous()
         tensors["embeddings.indices"] = torch.tensor(tokens.ids)
         header["tokens"] = json.dumps(tokens.strings)
-    write_tensors(path, tensors, {**metadata, **header, "base_size": lora.spec.base_size or ""})
+    write_tensors(path, tensors, {**facts, **header, "base_size": lora.spec.base_size or ""})
 
 
 def _inexpressible(lora: StoredLora, modules: Mapping[str, Shape]) -> str | None:

@@ -29,7 +29,7 @@ def test_kohyas_file_of_sdxl_is_read_as_it_was_written_and_by_diffusers(tmp_path
     modules = module_shapes(network)
     lora = read_lora(str(tmp_path / "lora"), key="from", family=STABLE_DIFFUSION, modules=modules)
     file = tmp_path / "kohya.safetensors"
-    assert export_lora(lora, network, file, format="kohya", metadata={}) == 0.0
+    assert export_lora(lora, network, file, format="kohya") == 0.0
     stored = load_file(file)
     assert holds_lora(str(file))
     assert {name.split("_")[2] for name in stored} == {"input", "middle", "output"}
