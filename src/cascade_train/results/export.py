@@ -207,6 +207,14 @@ def _title(source: str) -> str:
     return (run_of(Path(source)) or Path(source)).absolute().stem
 
 
+def _prediction(source: str, *, allow_any_target: bool) -> str | None:
+    """What a run's network predicts, by diffusers' name; "" = something else, None = no run left `source`."""
+    if (run := run_of(Path(source))) is None:
+        return None
+    objective = build_component(load_saved_config(run, allow_any_target=allow_any_target), "objective")
+    return str((objective.scheduler_config() or {}).get("prediction_type", ""))
+
+
 def convert(
     source: str,
     formats: Sequence[str],
@@ -229,7 +237,8 @@ def convert(
         lora = read_lora(source, key="from", family=network.family, modules=modules, module_filters=module_filters)
         for name in formats:
             path = out / names[name]
-            _print_error(path, export_lora(lora, network, path, format=name, title=_title(source)))
+            told = {"title": _title(source), "prediction": _prediction(source, allow_any_target=allow_any_target)}
+            _print_error(path, export_lora(lora, network, path, format=name, **told))
         return [names[name] for name in formats]
     config = dict(network.config)
     state = load_state(network, source, dtype=DTYPES.get(dtype or ""), key="from")

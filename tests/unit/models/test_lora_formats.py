@@ -22,6 +22,8 @@ from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.export import build_plain_network, fixed_prediction
 from cascade_train.models.formats.export_lora import export_lora
 from cascade_train.models.formats.lora_files import (
+    adapter_size,
+    holds_lora,
     module_shapes,
     read_lora,
     refill_lora,
@@ -178,6 +180,19 @@ def test_dotted_names_with_a_prefix_are_read(trained: CascadeUNet, tmp_path: Pat
     found = read_from(str(tmp_path / "lora.safetensors"), modules=module_shapes(empty_network()))
     assert found.state.keys() == lora.state.keys()
     assert found.spec.alpha == found.spec.rank == 2
+
+
+def test_embeddings_that_onetrainer_bundled_are_left_out(
+    trained: CascadeUNet, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lora = stored(trained)
+    bundled = {"bundle_emb.[dog].clip_g": torch.ones(2, 1280), "bundle_emb.[cat].clip_g_out": torch.ones(1, 1280)}
+    save_file({**lora.state, **bundled}, tmp_path / "a.safetensors")
+    assert holds_lora(str(tmp_path / "a.safetensors"))
+    assert adapter_size([CASCADE], str(tmp_path / "a.safetensors"), key="from") is None
+    found = read_from(str(tmp_path / "a.safetensors"), modules=module_shapes(empty_network()))
+    assert found.state.keys() == lora.state.keys()
+    assert "OneTrainer bundled are not read: [cat], [dog]" in caplog.text
 
 
 def test_the_original_layout_of_independent_projections_has_three_times_the_rank(tmp_path: Path) -> None:

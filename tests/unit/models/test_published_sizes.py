@@ -39,6 +39,12 @@ def test_a_published_size_is_that_and_is_named_so_by_readers_of_headers(model: s
         assert found["modelspec.sai_model_spec"] == "1.0.1"  # :115
     predicts = None if version is None else "v" if version.endswith("_v") else "epsilon"  # :118
     assert found.get("modelspec.prediction_type") == predicts
+    if version is not None:
+        assert found["ss_v2"] == str(model.startswith("sd21")), "A1111 hides the file else"
+        named = {"epsilon": "epsilon", "v_prediction": "v", "": None}
+        for prediction, told in named.items():
+            own = stage.family.model_spec(dict(network.config), is_lora=True, prediction=prediction)
+            assert own.get("modelspec.prediction_type") == told
 
 
 def test_weights_given_beside_random_ones_are_kept() -> None:

@@ -78,7 +78,7 @@ def test_a_pipeline_has_the_towers_that_trained_and_they_come_back(tmp_path: Pat
     folder = left(task, "pipeline", tmp_path / "export")
     task.stage.scheduler = None
     alone = left(task, "pipeline", tmp_path / "alone")
-    assert sorted(path.name for path in alone.iterdir()) == ["text_encoder", "text_encoder_2", "unet"]
+    assert sorted(path.name for path in alone.glob("[!.]*")) == ["text_encoder", "text_encoder_2", "unet"]
     pipeline, fresh = StableDiffusionXLPipeline.from_pretrained(folder), make("sdxl_tiny")
     fresh.load_export(tmp_path / "export")
     for name in TRAINED["sdxl_tiny"]:
@@ -158,6 +158,7 @@ def test_diffusers_loads_adapters_and_tokens_of_the_towers(family: str, tmp_path
         if family == "sd_tiny":
             pipeline.load_textual_inversion(folder / "embeddings" / f"{file}.safetensors")
         else:
+            assert {value.ndim for value in files[file].values()} == {2}
             for key, number in (("clip_l", ""), ("clip_g", "_2")):
                 parts = {name: getattr(pipeline, f"{name}{number}") for name in ("text_encoder", "tokenizer")}
                 pipeline.load_textual_inversion(files[file][key], token=token, **parts)

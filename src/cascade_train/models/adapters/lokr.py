@@ -73,6 +73,9 @@ class LoKr(kind.AdapterKind):
 
         A ConfigError where no `factor` gives all W1 their sizes.
         """
+        ranks = {parts[DOWN].shape[0] for parts in adapters.values() if given and DOWN in parts}
+        if given and ranks - {given.rank}:
+            raise ConfigError(f"{origin}: its configuration names rank {given.rank}, its tensors have {min(ranks)}")
         owns = {name: given or _strength(parts) for name, parts in adapters.items()}
         sizes = {name: _sizes(parts, shapes.get(name)) for name, parts in adapters.items()}
         scaled = [owns[name] for name, parts in adapters.items() if given or not _is_whole(parts)]

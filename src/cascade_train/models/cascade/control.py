@@ -6,6 +6,7 @@ Stored as the original's one file, with a header for what the original leaves ou
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,10 @@ FORMAT = "cascade_train.controlnet/1"
 PART = "controlnet"
 FILE_NAME = "controlnet.safetensors"
 PUBLISHED_BLOCKS = "[0,4,8,12,51,55,59,63]"
-"""Of the original's canny, inpainting and super_resolution."""
+"""Of the original's canny, inpainting and super_resolution, and the only ones of ComfyUI, of this width."""
+
+_COMFYUI_WIDTH = 2048
+log = logging.getLogger(__name__)
 
 _CHARACTERISTIC = {
     "backbone.0.0.weight": "effnet",
@@ -189,6 +193,10 @@ def _blocks(header: Mapping[str, str], given: Sequence[int] | None, count: int, 
 
 def save_control(stored: StoredControl, directory: Path) -> float:
     """Write a control network, replacing `directory` at once, and compare what reads back; return 0, its error."""
+    blocks, widths = [*stored.spec.blocks], {*stored.spec.widths}
+    if stored.base_size is not None and (blocks != json.loads(PUBLISHED_BLOCKS) or widths != {_COMFYUI_WIDTH}):
+        text = "%s: ComfyUI applies a control network right at blocks %s of Stage C 3.6B alone, not at %s of %s."
+        log.warning(text, directory, PUBLISHED_BLOCKS, blocks, stored.base_size)
     header = {
         "format": FORMAT,
         "base_size": stored.base_size or "",

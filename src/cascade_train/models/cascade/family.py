@@ -24,13 +24,13 @@ USES = {
     "decoder": "`decoder/` is Stage B as a pipeline: `StableCascadeDecoderPipeline.from_pretrained('decoder')` of "
     "diffusers, or with a Stage A or an objective that it does not know the network alone.",
     "decoder.original.safetensors": "`decoder.original.safetensors` is Stage B for the original code and for ComfyUI.",
-    "lora": "`lora/` is a LoRA of Stage C: `PeftModel.from_pretrained(network, 'lora')` of peft, on diffusers' "
+    "lora": "`lora/` is a LoRA: `PeftModel.from_pretrained(network, 'lora')` of peft, on diffusers' "
     "`StableCascadeUNet` of the base. New tokens and adapters of the text encoder lie in files of their own beside "
     "it.",
-    "lora.comfyui.safetensors": "`lora.comfyui.safetensors` is a LoRA of Stage C for ComfyUI: put it into "
+    "lora.comfyui.safetensors": "`lora.comfyui.safetensors` is a LoRA for ComfyUI: put it into "
     "`models/loras`, and its tokens, if there are any, from `lora.comfyui.embeddings/` into `models/embeddings`.",
-    "lora.kohya.safetensors": "`lora.kohya.safetensors` is a LoRA of Stage C for sd-scripts and ComfyUI.",
-    "lora.original.safetensors": "`lora.original.safetensors` is a LoRA of Stage C for the original code.",
+    "lora.kohya.safetensors": "`lora.kohya.safetensors` is a LoRA for sd-scripts, ComfyUI and LyCORIS.",
+    "lora.original.safetensors": "`lora.original.safetensors` is a LoRA for the original code.",
     "controlnet": "`controlnet/controlnet.safetensors` is a control network of Stage C, in the original's layout.",
     "vqgan": "`vqgan/` is Stage A: `PaellaVQModel.from_pretrained('vqgan')` of diffusers.",
     "stage_a": "`stage_a/stage_a.safetensors` is Stage A for the original code and for ComfyUI, as a VAE.",
@@ -38,6 +38,9 @@ USES = {
     "previewer": "`previewer/` is a previewer of Stage C's latents, for cascade_train.",
 }
 """What an export is and what loads it, by its name."""
+
+_OF_COMFYUI, _OF_KOHYA = ("lora_prior_unet_", "lora_prior_te_"), ("lora_unet_", "lora_te_")
+"""Prefixes of the network's and the text encoder's modules."""
 
 
 class Cascade(Family):
@@ -115,12 +118,12 @@ class Cascade(Family):
 
     def spelling(self, format: str, modules: Sequence[str]) -> Spelling:
         """Return the names of ComfyUI (comfy/lora.py) or of kohya's branch for the cascade (networks/lora.py)."""
-        prefixes = ("lora_prior_unet_", "lora_prior_te_") if format == "comfyui" else ("lora_unet_", "lora_te_")
-        return Spelling(*prefixes, names.foreign_names(modules))
+        own = "clip_txt_mapper" in modules and format == "comfyui"  # which maps other prefixes for Stage C alone
+        return Spelling(*(_OF_COMFYUI if own else _OF_KOHYA), names.foreign_names(modules))
 
     def spellings(self, modules: Sequence[str]) -> list[Spelling]:
         """Return the names of ComfyUI and kohya."""
-        return [self.spelling(format, modules) for format in ("comfyui", "kohya")]
+        return [Spelling(*prefixes, names.foreign_names(modules)) for prefixes in (_OF_COMFYUI, _OF_KOHYA)]
 
     def read_numbered_lora(
         self,

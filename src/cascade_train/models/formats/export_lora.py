@@ -68,17 +68,26 @@ def export_lora(
     *,
     format: str,
     title: str = "LoRA",
+    prediction: str | None = None,
 ) -> float:
     """Write adapters of a network, which may lie on meta, in one of its family's `lora_formats`, replacing `out`.
 
     `out` is a folder for "peft", else a file that ends in `.safetensors`. Trained tokens are written as embeddings in
     `<stem>.embeddings` where the format does not support them; a ConfigError for anything else that it does not.
-    The headers of "comfyui" and "kohya" have `model_spec`. A RunError where it reads back differently.
+    The headers of "comfyui" and "kohya" have `model_spec`, with `prediction` as of the family's. A RunError where it
+    reads back differently.
     """
     family: Family = network.family
     if format == "peft":
         return save_lora(lora, family, network.config, out)
     modules, keyed = module_shapes(network), format in ("comfyui", "kohya")
+    if lora.spec.dora and format == "comfyui":
+        raise ConfigError(
+            "format=comfyui: ComfyUI divides by the norms of the base's weights, DoRA by those of the adapted weights, "
+            "and no file tells it otherwise; merge the adapters into weights: cascade-train merge lora=…"
+        )
+    if lora.spec.dora and format == "kohya":
+        log.warning("%s: LyCORIS computes what was trained; ComfyUI and A1111 take other norms: merge for these.", out)
     first = lora.tokens.get("text_encoder")
     if keyed and first is not None and family.lora_root is not None and not all(first.is_new):
         old = [name for name, is_new in zip(first.strings, first.is_new, strict=True) if not is_new]
@@ -88,7 +97,7 @@ def export_lora(
         )
     with replaced_file(out) as place:
         if keyed:
-            own = family.model_spec(network.config, is_lora=True, prediction=None)
+            own = family.model_spec(network.config, is_lora=True, prediction=prediction)
             header = model_spec(own, title, is_lora=True)
             write_keyed(place, lora, header, spelling=family.spelling(format, [*modules]))
         else:

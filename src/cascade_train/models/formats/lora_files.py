@@ -43,6 +43,7 @@ TOKEN_ROWS = {"text_encoder": "token_rows", "text_encoder_2": "token_rows_2"}
 
 _MISFIT = "its tensors are not those of the adapted modules"
 DIFFUSERS_HEADER = "lora_adapter_metadata"
+_BUNDLED = "bundle_emb."
 _PEFT_PREFIX = "base_model.model."
 _ALPHA, _RANK = "lora_alpha", "r"  # of every adapter of a peft folder, from its configuration
 _log = logging.getLogger(__name__)
@@ -134,6 +135,9 @@ def read_lora(
     if not Path(source).expanduser().exists():
         raise ConfigError(f"{origin}: no such file or folder; give a run, its export/lora, or a .safetensors file")
     header, tensors = _read_adapters(source, key)
+    if bundled := sorted({name.split(".")[1] for name in tensors if name.startswith(_BUNDLED)}):
+        _log.warning("%s: embeddings that OneTrainer bundled are not read: %s", origin, ", ".join(bundled))
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_BUNDLED)}
     with parsing(f"{origin}:"):
         _check_size(family, tensors, header, modules, origin)
         numbered = family.read_numbered_lora(header, tensors, modules, module_filters, origin)
@@ -174,6 +178,9 @@ def _read_peft(folder: Path, key: str, *, prefix: str) -> tuple[dict[str, str], 
     with parsing(f"{key}={folder / ADAPTER_CONFIG}:"):
         config = stored_mapping(folder / ADAPTER_CONFIG)
         options = peft_options(config)
+        if options["kind"] not in KINDS:
+            kinds = ", ".join(KINDS)
+            raise ConfigError(f"{key}={folder}: peft_type={config['peft_type']!r} is not read; {kinds} are")
         if options["kind"] == "lokr" and (config.get("rank_pattern") or config.get("alpha_pattern")):
             raise ConfigError(
                 f"{key}={folder}: its LoKr adapters have ranks or alphas of their own (rank_pattern, alpha_pattern of "
@@ -229,7 +236,7 @@ def adapter_size(families: Iterable[Family], source: str, *, key: str) -> str | 
 
 def _network_shapes(tensors: Mapping[str, Tensor]) -> list[Shape]:
     """Return the shapes of adapters of the network that show its widths, without the text encoders' and tokens."""
-    others = tuple(f"{tower}." for tower in TEXT_ENCODERS)
+    others = _BUNDLED, *(f"{tower}." for tower in TEXT_ENCODERS)
     shapes = [(name, shape) for name, shape in shapes_of(tensors).items() if ".lokr_" not in name]
     return [shape for name, shape in shapes if not name.startswith(others) and name not in TOKEN_ROWS.values()]
 

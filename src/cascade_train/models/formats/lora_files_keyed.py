@@ -41,13 +41,16 @@ def write_keyed(path: Path, lora: StoredLora, facts: Mapping[str, str], *, spell
         stem = prefixes[tower] + spelling.names.get(name, name).replace(".", "_")
         own = kind.to_file(lora.spec.of(module), parts)
         tensors |= {f"{stem}{ending}": value for ending, value in own.items()}
+    of_kohya = kind.name == "lora" and not lora.spec.dora
     header = {  # what kohya's programs look for
-        "ss_network_module": "networks.lora" if kind.name == "lora" else "lycoris.kohya",
+        "ss_network_module": "networks.lora" if of_kohya else "lycoris.kohya",
         "ss_network_dim": str(lora.spec.rank),
         "ss_network_alpha": str(lora.spec.alpha),
         "base_size": lora.spec.base_size or "",
     }
-    if kind.name != "lora":
+    if lora.spec.dora:
+        header["ss_network_args"] = json.dumps({"algo": "lora", "dora_wd": True})
+    elif kind.name != "lora":
         factor = -1 if lora.spec.factor is None else lora.spec.factor
         header["ss_network_args"] = json.dumps({"algo": kind.name, "factor": factor})
     write_tensors(path, tensors, {**facts, **header})
@@ -64,7 +67,7 @@ def write_token_files(folder: Path, lora: StoredLora) -> None:
 def write_embeddings(folder: Path, lora: StoredLora) -> None:
     """Write each new token into a file of a new folder, as `load_textual_inversion` of diffusers takes it.
 
-    It holds the token's row by its name; of two text encoders `clip_l` and `clip_g`, as other programs read it too.
+    It holds the token's row by its name; of two text encoders `clip_l` and `clip_g`, each (1, D), as kohya writes it.
     """
     rows = {tower: dict(zip(tokens.strings, tokens.rows, strict=True)) for tower, tokens in lora.tokens.items()}
     first = next(iter(lora.tokens.values()))
@@ -76,7 +79,7 @@ def write_embeddings(folder: Path, lora: StoredLora) -> None:
         if len(rows) == 1:
             tensors = {token: next(iter(rows.values()))[token]}
         else:
-            tensors = {name: each[token] for name, each in zip(("clip_l", "clip_g"), rows.values(), strict=True)}
+            tensors = {name: each[token][None] for name, each in zip(("clip_l", "clip_g"), rows.values(), strict=True)}
         write_tensors(folder / files[token], tensors, {"token": token})
 
 

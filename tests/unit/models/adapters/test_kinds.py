@@ -33,7 +33,7 @@ from cascade_train.models.lora import (
     lora_spec,
     without_adapters,
 )
-from tests.unit.models.small_networks import adapted, load_lora, merge_into, predict, small_network, stored
+from tests.unit.models.small_networks import SMALL_B, adapted, load_lora, merge_into, predict, small_network, stored
 from tests.unit.models.test_lora_formats import RANKS
 
 predicted = partial(fixed_prediction, CASCADE)
@@ -151,7 +151,7 @@ TEXT = "text_model.encoder.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize("changes", [*LORAS, DORA, *OTHERS])
-@pytest.mark.parametrize("format", ["peft", "comfyui", "kohya"])
+@pytest.mark.parametrize("format", ["peft", "kohya"])
 def test_every_file_is_read_as_it_was_written_with_the_text_encoder(
     changes: dict[str, Any], format: str, tmp_path: Path
 ) -> None:
@@ -194,12 +194,39 @@ def test_peft_itself_loads_a_folder(changes: dict[str, Any], tmp_path: Path) -> 
     torch.testing.assert_close(predicted(loaded), predicted(network), atol=1e-6, rtol=1e-6)
 
 
-def test_a_folder_of_lokr_with_ranks_of_their_own_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"alpha_pattern": {"to_q": 5.0}}, "LoKr adapters have ranks or alphas of their own .* train them anew"),
+        ({"r": 10**9}, "its configuration names rank 1000000000, its tensors have 2"),
+        ({"peft_type": "__class__"}, "peft_type='__class__' is not read; lora, lokr, loha are"),
+    ],
+)
+def test_a_folder_whose_configuration_does_not_fit_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     network, config = adapted(**ON, kind="lokr"), tmp_path / "lora" / "adapter_config.json"
     save_lora(stored(network), CASCADE, network.config, tmp_path / "lora")
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"alpha_pattern": {"to_q": 5.0}}))
-    with pytest.raises(ConfigError, match="LoKr adapters have ranks or alphas of their own .* train them anew"):
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(ConfigError, match=message):
         read_from(str(tmp_path / "lora"), modules=module_shapes(network))
+
+
+def test_a_decomposed_lora_goes_to_lycoris_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    network, out = adapted(**ON, dora=True), tmp_path / "a.safetensors"
+    with pytest.raises(ConfigError, match=r"format=comfyui: .* merge the adapters into weights: cascade-train merge"):
+        export_lora(stored(network), network, out, format="comfyui")
+    assert not out.exists()
+    export_lora(stored(network), network, out, format="kohya")
+    assert "ComfyUI and A1111 take other norms: merge" in caplog.text
+    with safe_open(out, "pt") as file:
+        assert file.metadata()["ss_network_module"] == "lycoris.kohya"
+
+
+def test_comfyui_knows_modules_of_stage_b_by_kohyas_names_alone(tmp_path: Path) -> None:
+    inject_lora(network := small_network(**SMALL_B), **NEW)
+    export_lora(stored(network), network, tmp_path / "a.safetensors", format="comfyui")
+    assert all(name.startswith("lora_unet_") for name in load_file(tmp_path / "a.safetensors"))
 
 
 def comfyui_weights(network: CascadeUNet) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,11 @@ def test_the_file_holds_the_names_of_the_original_alone(tmp_path: Path) -> None:
     expected = [f"backbone.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")]
     expected += [f"projections.{i}.{layer}.weight" for i in (0, 1) for layer in (0, 2)]
     assert sorted(names) == sorted(expected)
+
+
+@pytest.mark.parametrize(("size", "told"), [("c_1b", True), (None, False)])
+def test_an_export_says_where_comfyui_applies_another(
+    size: str | None, told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_control(replace(stored(), base_size=size), tmp_path / "controlnet")
+    assert ("ComfyUI applies a control network right at blocks [0,4,8" in caplog.text) == told

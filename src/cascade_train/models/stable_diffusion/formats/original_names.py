@@ -64,6 +64,9 @@ _OPEN_CLIP = (
 )
 
 _GENERATIVE_MODELS = "https://github.com/Stability-AI/generative-models"
+_NAMED = ("epsilon", "v_prediction")
+"""Predictions that ModelSpec knows."""
+
 _SD2_WIDTH = 1024
 _STRIDE = 8
 _V_SIDE = 96
@@ -147,7 +150,8 @@ def open_clip_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def of_unet(config: Mapping[str, Any], *, is_lora: bool, prediction: str | None) -> dict[str, str]:
     """Return the header of a UNet of this diffusers config, as sd-scripts has it (library/sai_model_spec.py).
 
-    `prediction` is "epsilon" or "v_prediction"; None = that of the published model of this size.
+    `prediction` is "epsilon", "v_prediction" or another, which the header does not name; None = that of the published
+    model of this size.
     """
     is_xl = config.get("addition_embed_type") is not None
     is_v2 = not is_xl and config["cross_attention_dim"] == _SD2_WIDTH
@@ -156,10 +160,12 @@ def of_unet(config: Mapping[str, Any], *, is_lora: bool, prediction: str | None)
     of_v2 = "stable-diffusion-v2-768-v" if is_v else "stable-diffusion-v2-512"
     side = _STRIDE * config["sample_size"]
     architecture = "stable-diffusion-xl-v1-base" if is_xl else of_v2 if is_v2 else "stable-diffusion-v1"
+    named = {"modelspec.prediction_type": "v" if is_v else "epsilon"} if prediction in (None, *_NAMED) else {}
     return {
         "modelspec.architecture": architecture,
         "modelspec.implementation": "diffusers" if is_lora and not is_xl else _GENERATIVE_MODELS,
         "modelspec.resolution": f"{side}x{side}",
-        "modelspec.prediction_type": "v" if is_v else "epsilon",
         "ss_base_model_version": "sdxl_base_v1-0" if is_xl else f"sd_v{2 if is_v2 else 1}{'_v' if is_v else ''}",
+        "ss_v2": str(is_v2),
+        **named,
     }

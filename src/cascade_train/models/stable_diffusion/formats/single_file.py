@@ -112,7 +112,8 @@ def _unprefixed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _header(folder: Path, title: str) -> dict[str, str]:
-    prediction = stored_mapping(folder / "scheduler" / "scheduler_config.json").get("prediction_type")
+    schedule = stored_mapping(folder / "scheduler" / "scheduler_config.json")
+    prediction = "flow" if "FlowMatch" in str(schedule.get("_class_name")) else schedule.get("prediction_type")
     own = of_unet(part_config(folder, "unet"), is_lora=False, prediction=prediction)
     return model_spec(own, title, is_lora=False)
 
