@@ -51,9 +51,12 @@ def compose_and_run(
     2 invalid configuration, 75 stopped and saved, 130 interrupted (docs/stopping.md). `remedy` follows the message that
     it was interrupted. `check` checks in the place of preflight.
     """
-    prepare_process()
-    argv = with_implied_choices(with_paths_quoted(argv))
     raw = "HYDRA_FULL_ERROR" in os.environ
+    try:
+        prepare_process()
+    except ConfigError as error:
+        return code_of(error)
+    argv = with_implied_choices(with_paths_quoted(argv))
 
     def job(cfg: DictConfig) -> int:
         if not HELP.isdisjoint(argv):

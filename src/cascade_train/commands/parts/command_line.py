@@ -72,9 +72,12 @@ def run_command(argv: Sequence[str]) -> int:
 
     HYDRA_FULL_ERROR in the environment raises errors as they are, as for trainings.
     """
-    adopt_slurm_step()
-    one_thread_a_rank()
-    run = partial(_run, *argv)
+
+    def run() -> int:
+        adopt_slurm_step()
+        one_thread_a_rank()
+        return _run(*argv)
+
     return run() if "HYDRA_FULL_ERROR" in os.environ else exit_code(run)
 
 

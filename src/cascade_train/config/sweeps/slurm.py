@@ -20,7 +20,7 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus
 
 from cascade_train.config.sweeps.runs import folder_of_runs, sweep_name, swept_part
-from cascade_train.errors import RunError
+from cascade_train.errors import ConfigError, RunError
 from cascade_train.redaction import redact_argument
 
 ON_SLURM = "hydra/launcher=slurm"
@@ -185,15 +185,21 @@ def ask(*command: str) -> str | None:
 FIRST_PORT, PORTS = 10000, 20000
 """MASTER_PORT follows from the job's number, below the ephemeral ports."""
 
+RANKS, MEETING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("MASTER_ADDR", "MASTER_PORT")
+
 
 def adopt_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT from SLURM's variables.
 
     Only in a step of several tasks without torchrun: a batch script and an interactive shell have SLURM_PROCID too, but
-    no number of tasks of a step. MASTER_ADDR and MASTER_PORT stay where they are set.
+    no number of tasks of a step. MASTER_ADDR and MASTER_PORT stay where they are set. Raises as `check_rank_variables`.
     """
+    for name in (*RANKS, *MEETING):  # compose files and Kubernetes set declared variables without a value to ""
+        if value := environment.pop(name, "").strip():
+            environment[name] = value
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks == 1 or "RANK" in environment:
+        check_rank_variables(environment)
         return
     here = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]
     environment["RANK"] = environment["SLURM_PROCID"]
@@ -202,6 +208,29 @@ def adopt_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None
     environment["LOCAL_WORLD_SIZE"] = str(here)
     environment.setdefault("MASTER_ADDR", first_host(environment["SLURM_STEP_NODELIST"]))
     environment.setdefault("MASTER_PORT", str(FIRST_PORT + int(environment["SLURM_JOB_ID"]) % PORTS))
+
+
+def check_rank_variables(environment: MutableMapping[str, str]) -> None:
+    """Refuse variables of ranks that describe no rank. Takes RANK away then, so that this process reports it."""
+    remedy = (
+        "torchrun sets them all, and srun's step of several tasks does too. To train in one process, unset RANK and "
+        "WORLD_SIZE"
+    )
+    wanted, fault = ("RANK", "WORLD_SIZE", *MEETING), ""
+    wrong = [name for name in (*RANKS, "MASTER_PORT") if not environment.get(name, "0").isdecimal()]
+    rank, ranks = (0, 1) if wrong else (int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1)))
+    missing = [name for name in wanted if name not in environment]
+    is_alone = (rank, ranks) == (0, 1) and not {"RANK", "WORLD_SIZE"} <= environment.keys()
+    if wrong:
+        fault = f"{wrong[0]}={environment[wrong[0]]} must be a whole number"
+    elif missing and not is_alone:
+        given = " and ".join(f"{name}={environment[name]}" for name in wanted if name in environment)
+        fault = f"{given} without {' and '.join(missing)}"
+    elif not rank < ranks:
+        fault = f"RANK={rank} must be less than WORLD_SIZE={ranks}"
+    if fault:
+        environment.pop("RANK", None)
+        raise ConfigError(f"{fault}: {remedy}.")
 
 
 def one_thread_a_rank(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -11,7 +11,10 @@ import gc
 import itertools
 import logging
 import multiprocessing
+import multiprocessing.util
+import os
 import signal
+import tempfile
 import threading
 import time
 import traceback
@@ -253,6 +256,8 @@ class Results(Generic[T]):
         assert self._make is not None, "the feed is closed"
         if self._data_loader is None:
             self._data_loader = self._make()
+        if self._data_loader.num_workers > 0:
+            shorten_socket_paths()
         timeout, begun = self._data_loader.timeout, time.monotonic()
         try:
             with _raised_deaths():
@@ -338,6 +343,28 @@ def begin_worker(worker: int) -> None:
     gc.freeze()
     for each in STOP_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
+
+
+LONGEST_FOLDER = 70
+"""Bytes of the folder of temporary files: Linux allows 107 for a socket in it, of which multiprocessing needs 32."""
+
+
+@functools.cache
+def shorten_socket_paths() -> None:
+    """Let the sockets by which processes pass tensors lie in /tmp where TMPDIR is too long for them."""
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) <= LONGEST_FOLDER:
+        return
+    tempfile.tempdir = "/tmp"  # noqa: S108
+    try:
+        multiprocessing.util.get_temp_dir()  # kept for this process, and those that it starts
+    except OSError as error:
+        raise RunError(
+            f"TMPDIR={folder} is too long for the sockets of data workers, and /tmp cannot be used ({error}). Set it"
+            f" to a folder of at most {LONGEST_FOLDER} bytes, or data.num_workers=0"
+        ) from error
+    finally:
+        tempfile.tempdir = folder
 
 
 @functools.cache

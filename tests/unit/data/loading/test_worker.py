@@ -7,6 +7,8 @@ import io
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -214,3 +216,25 @@ def test_more_workers_than_cores_are_no_warning(tar: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch._utils, "cpu_count", lambda: 1)  # as torch asks; warnings are errors here
     with loading(tars.webdataset(tar, num_workers=2)) as loader:
         assert len(next(loader)) == 4
+
+
+def test_workers_pass_tensors_where_tmpdir_is_too_long_for_their_sockets(tmp_path: Path):
+    program = """
+import multiprocessing, torch
+from cascade_train.data.loading.worker import shorten_socket_paths
+shorten_socket_paths()
+def send(queue):
+    queue.put(torch.ones(3))
+    queue.join()
+queue = torch.multiprocessing.get_context("fork").JoinableQueue()
+worker = torch.multiprocessing.get_context("fork").Process(target=send, args=(queue,))
+worker.start()
+print(queue.get(timeout=60).sum().item())
+queue.task_done()
+worker.join()
+"""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    command, environment = [sys.executable, "-c", program], {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "3.0\n", done.stderr
