@@ -9,10 +9,15 @@ from __future__ import annotations
 import json
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `scripts` is a package of this checkout
+
+from scripts.write_reference import with_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "bench/README.md", "bench/results/*.[mp]*")
@@ -53,8 +58,9 @@ def notebook_page(notebook: dict[str, Any]) -> str:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Return a page with its links as the site has them, and without the mark of commands that no test runs."""
+    """A page with its tables, with links as the site has them, and without the mark of commands that no test runs."""
     uri = page.file.src_uri
+    markdown = with_tables(uri, markdown)
     in_docs = page.file.generated_by is None
 
     def on_site(match: re.Match[str]) -> str:

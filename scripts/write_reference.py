@@ -1,8 +1,6 @@
-"""Write the tables of some pages of docs/, listed in PAGES, from their sources.
+"""The tables of keys, groups and commands, made of conf/ and docstrings when `make docs` builds the site.
 
-    python scripts/write_reference.py
-
-Each generated part of a page lies between `<!-- NAME: generated -->` and `<!-- end -->`; the rest is written by hand.
+A page has a line `<!-- NAME: generated -->` where a table goes.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import importlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -23,16 +20,11 @@ from omegaconf import MISSING, OmegaConf
 from cascade_train.commands.parts.command_line import ALIASES, Command
 from cascade_train.config.groups import commands
 from cascade_train.config.help import attribute_docs, meaning_of
-from cascade_train.config.recipes.recipe import Kind, shown
-from cascade_train.config.recipes.table import SYSTEMS, load_table
 from cascade_train.config.schema import Root
-from cascade_train.data.buckets import PRESETS, Buckets, bucket_size
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF, CONFIG = ROOT / "conf", ROOT / "src/cascade_train/config"
 SCHEMAS = (CONFIG / "schema.py", CONFIG / "schema_outputs.py")
-NAMES = re.compile(r"[a-z_]+(?:[.][a-z_]+)+|[a-z_]+=")
-"""Our keys and groups in the words of a table."""
 CHOSEN = {"parallel": "auto", "memory": "none", "tracker": "none"}
 """Typed groups, whose values lie in the option that is chosen by default."""
 
@@ -110,13 +102,6 @@ def _row(key: str, value: Any, text: str) -> str:
 def _cell(text: str) -> str:
     plain = re.sub("`[^`]*`|<", lambda found: "&lt;" if found[0] == "<" else found[0], text)
     return " ".join(plain.replace("|", "\\|").split()).rstrip(".")
-
-
-def objectives() -> Iterator[str]:
-    """Yield the table of objectives."""
-    yield "| Override | Meaning |"
-    yield "|---|---|"
-    yield from (f"| `objective={name}` | {_cell(text)} |" for name, text in options("objective").items())
 
 
 def command_list() -> Iterator[str]:
@@ -198,93 +183,19 @@ def _leaves(place: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"{place}.{name}", value
 
 
-def bucket_sizes() -> Iterator[str]:
-    """Yield the table of the sizes that the original's aspect ratios give, for some values of `data.image_size`."""
-    sides = (384, 768, 1024)
-    yield f"| Ratio | {' | '.join(f'{side} px' for side in sides)} |"
-    yield "|---|---|---|---|"
-    ratios = {Fraction(ratio) for ratio in PRESETS["original"]}
-    for ratio in sorted({*ratios, *(1 / ratio for ratio in ratios)}):
-        sizes = [bucket_size(float(ratio), side**2, Buckets().multiple_px) for side in sides]
-        yield f"| {ratio} | {' | '.join(f'{width} x {height}' for height, width in sizes)} |"
-
-
-def migration() -> Iterator[str]:
-    """Yield a section for each trainer whose files are read: its keys, and what becomes of them."""
-    for table in sorted(map(load_table, SYSTEMS), key=lambda table: str(table["title"]).lower()):
-        yield from (
-            "",
-            f"### {table['title']}",
-            "",
-            f"Reads: {table['reads']}",
-            "",
-            "| Its key | Here | |",
-            "|---|---|---|",
-        )
-        told: dict[tuple[str, str], list[str]] = {}
-        for section in ("keys", "data"):
-            for key, entry in table[section].items():
-                told.setdefault(_entry(entry), []).append(f"`{key}`")
-        yield from (f"| {', '.join(dict.fromkeys(keys))} | {ours} | {why} |" for (ours, why), keys in told.items())
-        notes = table.get("notes", {}).items()
-        yield from (f"| {name} | {Kind.YOURS} | {_cell(row['yours'])} |" for name, row in notes)
-        values = ", ".join(f"`{key}={shown(value)}`" for key, value in table.get("defaults", {}).items())
-        yield from ("", f"Where a file says nothing: {values}.") if values else ()
-    yield ""
-
-
-def _entry(entry: Any) -> tuple[str, str]:
-    """Return what an entry of a table of keys comes to here, and a sentence."""
-    entry = {"to": entry} if isinstance(entry, str) else entry
-    own = {"to": entry["sd"]} if isinstance(entry.get("sd"), str) else entry.get("sd", {})
-    named = [name for row in (entry, own) for name in _named(row)]
-    ours = ", ".join(f"`{'data' if name.startswith('.') else ''}{name}`" for name in dict.fromkeys(named))
-    kinds = {key: Kind[key.upper()] for key in ("unneeded", "missing", "yours") if key in entry}
-    words = str(entry.get("read", ""))
-    why = next((f"{entry[key]}" for key in kinds), "" if len(words.split()) == len(named) else words)
-    left = "".join(f"; `{shown(value)}`: {reason}" for value, reason in entry.get("left", {}).items())
-    label = next((str(kind) for kind in kinds.values()), "")
-    if "same" in entry:
-        same = " or ".join(f"`{shown(value)}`" for value in _listed(entry["same"]))
-        rest = f"; else: {why}" if why else ""
-        return ours or label, _cell(f"{same} is what happens here{rest}")
-    return ours or label, _cell(f"{'else: ' if ours and kinds else ''}{why}{left}".removeprefix("; "))
-
-
-def _named(row: Mapping[str, Any]) -> list[str]:
-    """Return the keys of ours that a row comes to."""
-    named = [*_listed(row.get("to", [])), *row.get("also", {})]
-    for value in row.get("values", {}).values():
-        named += value if isinstance(value, dict) and "to" not in row else ()
-    return named + [name.rstrip("=") for name in NAMES.findall(str(row.get("read", "")))]
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
 PAGES = {
-    "docs/keys.md": {"components": components},
-    "docs/buckets.md": {"sizes": bucket_sizes},
-    "docs/commands.md": {"commands": command_list, "options": command_options},
-    "docs/config.md": {"groups": groups, "keys": keys},
-    "docs/migration.md": {"migration": migration},
-    "docs/objectives.md": {"objectives": objectives},
+    "keys.md": {"components": components},
+    "commands.md": {"commands": command_list, "options": command_options},
+    "config.md": {"groups": groups, "keys": keys},
 }
+"""By page, its generated tables, each for a line `<!-- NAME: generated -->`."""
 
 
-def written(page: str) -> str:
-    """Return a page with its generated parts made anew."""
-    text = (ROOT / page).read_text()
-    for name, lines in PAGES[page].items():
-        first, last = f"<!-- {name}: generated -->", "<!-- end -->"
-        new = "\n".join([first, *lines(), last])
-        text, count = re.subn(f"{first}.*?{last}", lambda _, new=new: new, text, flags=re.DOTALL)
-        if count != 1:
-            raise ValueError(f"{page} has {count} parts named {name}: it needs one between its marks")
+def with_tables(page: str, text: str) -> str:
+    """A page's text with its generated tables in the place of their marks."""
+    for name, lines in PAGES.get(page, {}).items():
+        mark = f"<!-- {name}: generated -->"
+        if mark not in text:
+            raise ValueError(f"docs/{page} has no line {mark}")
+        text = text.replace(mark, "\n".join(lines()))
     return text
-
-
-if __name__ == "__main__":
-    for page in PAGES:
-        (ROOT / page).write_text(written(page))

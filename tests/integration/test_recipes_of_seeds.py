@@ -1,4 +1,4 @@
-"""The recipes of open-diffusion, EveryDream and MindONE at a reduced size train, and so do their files imported."""
+"""The recipes of open-diffusion, EveryDream and MindONE at a reduced size train."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from cascade_train.__main__ import launch
 from cascade_train.config.saved import to_plain
 from tests.integration.runs import read_metrics
 from tests.integration.test_recipes_of_stage_b import differing
 from tests.unit.config.composing import checked
-from tests.unit.config.seeds import RECIPES_OF_SEEDS, SEEDS
+from tests.unit.config.seeds import HELD
 from tests.unit.data import tars
 from tests.unit.data.test_folder import folder, write
-from tests.unit.models.stages import model_config, untrained
+from tests.unit.models.stages import model_config
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +99,7 @@ def trained(name: str, root: Path, run: Path, *more: str) -> list[dict[str, Any]
     return rows
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES_OF_SEEDS if name not in ("sd_everydream", "sdxl_cached")])
+@pytest.mark.parametrize("name", [name for name in HELD if name not in ("sd_everydream", "sdxl_cached")])
 def test_a_recipe_trains_at_a_reduced_size_as_it_says(name: str, root: Path, tmp_path: Path) -> None:
     more = ["train.max_epochs=1"] if name == "sd_everydream_first" else []
     rows = trained(name, root, tmp_path / "run", *more)
@@ -127,31 +126,3 @@ def test_mindones_recipe_trains_on_the_cache_of_the_other(root: Path, tmp_path: 
     there, run = f"data.path={tmp_path / 'cache'}", tmp_path / "run"
     assert launch(["experiment=sdxl_cached", there, *typed(twin), f"run.dir={run}"]) == 0
     assert [math.isfinite(row["loss"]) for row in read_metrics(run)] == [True]
-
-
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("open_diffusion/imagenet", ["data.urls={root}/classes.tar", "data.idx_to_prompt={root}/prompts.json"]),
-        ("everydream/standard", ["data.sources.pictures.path={root}/folder", "data.buckets.multiple_px=8"]),
-        ("mindone/edm", ["data.path={root}/img_txt.csv"]),
-    ],
-)
-def test_a_whole_file_of_each_trainer_trains_with_another_model(
-    name: str, more: list[str], root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, flags = tmp_path / "given.yaml", []
-    file.write_text(yaml.safe_dump(SEEDS[name]["file"], sort_keys=False))
-    if not name.startswith("open"):
-        flags = [f"flags=--data_{'root' if name.startswith('every') else 'path'} {root}"]
-    out = tmp_path / "conf" / "experiment" / "mine.yaml"
-    assert launch(["recipe", "import", str(file), f"out={out}", "model=sd_tiny", *flags]) == 0
-    said = capsys.readouterr().out
-    assert "Not known, so nothing was taken from it" not in said
-    few = {**STEPS, "data.num_workers": 0, "sample.every_steps": None, "model.image_size": 32, "tracker": "none"}
-    few |= {"validate.share": 0.4, "validate.samples": 2, "attention": "sdpa"}
-    few |= {"model.text_encoder.tokenizer": None}
-    given = [each.format(root=root) for each in more]
-    run, mine = tmp_path / "run", ["--config-dir", str(tmp_path / "conf"), "experiment=mine"]
-    assert launch([*mine, *untrained("sd_tiny"), *typed(few), *given, f"run.dir={run}"]) == 0
-    assert [row["step"] for row in read_metrics(run)] == [1]

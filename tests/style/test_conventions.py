@@ -99,7 +99,6 @@ def test_config_file_says_what_it_is_and_the_command_that_runs_it(path: Path) ->
 SECOND_FAMILY = re.compile(r"stable[ _-]?diffusion|sdxl|condition_?unet", re.IGNORECASE)
 MAY_NAME_IT = {
     "models/stable_diffusion/": "the family itself",
-    "config/recipes/": "tables of what other trainers' files mean by its names",
 }
 
 

@@ -1,65 +1,48 @@
-"""Every number that ships is the original's, or is listed with the reason why it is not.
-
-That compositions have the listed values: test_every_option.py, with what else is asked of each.
-"""
+"""Every number of the original that ships is the original's."""
 
 from __future__ import annotations
 
-import ast
+import inspect
+import re
 
 import pytest
 
-from tests.unit.config import test_every_option
+from cascade_train.config.targets import import_target
 from tests.unit.config.composing import composed
-from tests.unit.config.defaults import (
-    CHOSEN,
-    PUBLISHED,
-    RECIPES,
-    canonical,
-    differences,
-    inherited,
-    listed,
-    only_defaults,
-    python_defaults,
-    python_expression,
-    recipe_values,
-    shipped,
-    shipped_files,
-)
+from tests.unit.config.defaults import MOUNTS, PUBLISHED, RECIPES, differences, recipe_values
+from tests.unit.config.test_every_option import overrides
+
+FILES = [file for file in PUBLISHED if "/" in file and not file.endswith("_base")]
 
 
-@pytest.mark.parametrize("file", [each for each in shipped_files() if not each.rpartition("/")[2].startswith("_")])
-def test_every_default_of_a_file_is_in_a_list(file: str) -> None:
-    found, lists = only_defaults(shipped(file)), inherited(file)
-    unlisted = [key for key in found if key not in lists]
-    assert not unlisted, f"add them to tests/golden/original/chosen.yaml, with the reason: {unlisted}"
-    changed = {key: value for key, value in found.items() if canonical(key, value) != canonical(key, lists[key])}
-    assert not changed
+@pytest.mark.parametrize("file", FILES)
+def test_an_option_has_the_published_values(file: str) -> None:
+    group, option = file.split("/")
+    place = MOUNTS.get(group, f"{group}.")
+    values = {f"{place}{key}": row["value"] for key, row in PUBLISHED[file].items()}
+    assert not differences(composed(*overrides(group, option)), values)
 
 
-def test_every_default_in_python_is_in_a_list() -> None:
-    found, lists = python_defaults(), listed("python")
-    assert len(found) > 30
-    assert [name for name in found if name not in lists] == []
-    assert {name: ast.literal_eval(python_expression(name)) for name in lists} == lists
+def test_the_root_and_every_source_have_the_published_values() -> None:
+    values = {key: row["value"] for key, row in PUBLISHED["config"].items()}
+    values |= {f"data.{key}": row["value"] for key, row in PUBLISHED["data/_base"].items()}
+    assert not differences(composed(*overrides("data", "webdataset")), values)
 
 
-@pytest.mark.slow
-def test_the_lists_speak_of_what_ships_and_give_reasons() -> None:
-    named = {file for entry in CHOSEN for file in entry["values"]} | set(PUBLISHED) - {"recipe"}
-    assert named <= {*shipped_files(), "python"}
-    assert {f"experiment/{name}" for name in RECIPES} <= set(shipped_files())
-    assert len(RECIPES) == 11
-    assert all(len(entry["reason"]) > 20 for entry in CHOSEN)
-    stale = [f"{f}: {key}" for e in CHOSEN for f in e["values"] if f != "python" for key in e["values"][f]
-             if key not in shipped(f)]  # fmt: skip
-    assert not stale
-    both = [f"{f}: {key}" for e in CHOSEN for f in e["values"] for key in e["values"][f]
-            if key in PUBLISHED.get(f, {}) and "original" not in e["reason"]]  # fmt: skip
-    assert not both, "what differs from the original says so in its reason"
+@pytest.mark.parametrize("name", PUBLISHED["python"])
+def test_a_number_in_python_is_the_published_one(name: str) -> None:
+    path, argument = re.fullmatch(r"([\w.]+)(?:\((\w+)\))?", name).groups()
+    found = import_target(f"cascade_train.{path}")
+    value = inspect.signature(found).parameters[argument].default if argument else found
+    assert value == PUBLISHED["python"][name]["value"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_that_ships_has_every_value_of_the_official_file(name: str) -> None:
-    values = {k: v for k, v in recipe_values(name).items() if not k.startswith("defaults.")}
-    assert not differences(composed(*test_every_option.overrides("experiment", name)), values)
+    values = {key: value for key, value in recipe_values(name).items() if not key.startswith("defaults.")}
+    assert not differences(composed(*overrides("experiment", name)), values)
+
+
+def test_enough_is_published() -> None:
+    assert len(RECIPES) == 11
+    assert sum(map(len, PUBLISHED.values())) > 250

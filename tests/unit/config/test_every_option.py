@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from cascade_train.config.groups import conf_dir, group_options, groups, option_targets
 from cascade_train.config.preflight import preflight
@@ -13,7 +13,6 @@ from cascade_train.config.targets import class_constant
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade.stage_c import StageC
 from tests.unit.config.composing import composed
-from tests.unit.config.defaults import differences, expected
 
 pytestmark = pytest.mark.usefixtures("every_extra_installed")
 
@@ -119,15 +118,6 @@ def overrides(group: str, option: str) -> list[str]:
     return [*(f"{MOUNTED.get(key, key)}={value}" for key, value in chosen.items()), *NEEDED.get(choice, [])]
 
 
-def listed_composition(group: str, option: str) -> DictConfig:
-    """Compose an option, and hold it to the lists of defaults, which test_defaults.py holds to be complete."""
-    cfg = composed(*overrides(group, option))
-    values = expected(cfg)
-    assert len(values) > 60
-    assert not differences(cfg, values)
-    return cfg
-
-
 def test_every_file_is_tried():
     assert len(OPTIONS) == len(FILES) - 1
     assert len(OPEN_FILES) > 10
@@ -138,8 +128,8 @@ def test_every_file_is_tried():
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_option_composes_with_the_listed_values_and_passes_preflight(group: str, option: str):
-    ready = preflight(listed_composition(group, option), ranks=1)
+def test_option_composes_and_passes_preflight(group: str, option: str):
+    ready = preflight(composed(*overrides(group, option)), ranks=1)
     assert ready.run.dir == f"runs/{ready.run.name}"
 
 

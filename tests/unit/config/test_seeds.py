@@ -1,49 +1,73 @@
-"""The recipes of other trainers, and the flags of their guides, as the importer reads them."""
+"""Each value of the files of open-diffusion, EveryDream and MindONE is in a key of the recipe that ships."""
 
 from __future__ import annotations
 
-import pytest
+import shlex
+from typing import Any
 
-from cascade_train.config.recipes.reading import read_flags
-from tests.unit.config.composing import checked
-from tests.unit.config.defaults import shipped, shipped_files
-from tests.unit.config.seeds import RECIPES_OF_SEEDS, SEEDS, imported, seed_values
+import pytest
+from hydra.core.hydra_config import HydraConfig
+
+from cascade_train.config.groups import group_options
+from cascade_train.engine.run.config_difference import flatten
+from tests.unit.config.composing import composed
+from tests.unit.config.defaults import differences, leaves_and_nodes
+from tests.unit.config.seeds import HELD, SEEDS
+from tests.unit.config.test_every_option import NEEDED
 
 FLAGS = SEEDS["mindone/flags"]
+HELD_FLAGS: dict[str, dict[str, Any]] = {
+    "timestep_bias": {
+        "timestep_bias_strategy": {"objective.timestep_bias.strategy": "range"},
+        "timestep_bias_multiplier": {"objective.timestep_bias.multiplier": 2.0},
+        "timestep_bias_portion": {"objective.timestep_bias.portion": 0.25},
+        "timestep_bias_begin": {"objective.timestep_bias.begin": 0.2},  # of 1000 timesteps
+        "timestep_bias_end": {"objective.timestep_bias.end": 0.5},
+    },
+    "min_snr": {"snr_gamma": {"objective": "ddpm_min_snr", "objective.loss_weight.gamma": 5.0}},
+    "long_prompts": {
+        "lpw": {"model.text_encoder.long_captions": True, "model.text_encoder_2.long_captions": True},
+    },
+    "cache": {"task": {"data": "cached"}, "cache_latent": {}, "cache_text_embedding": {}, "cache_path": {}},
+    "edm": {"config": {"objective": "edm_sdxl"}},
+}
+"""MindONE's flags and the keys of ours that do the same; what is cached: cascade-train cache, then data=cached."""
 
 
-def test_every_recipe_has_a_file_and_every_file_a_recipe() -> None:
-    names = {name for name, entry in SEEDS.items() if "file" in entry} - {"open_diffusion/speed"}
-    assert set(RECIPES_OF_SEEDS.values()) == names
-    assert {f"experiment/{name}" for name in RECIPES_OF_SEEDS} <= set(shipped_files())
-    assert sum(len(seed_values(name)) for name in RECIPES_OF_SEEDS) > 200
+@pytest.mark.parametrize("recipe", HELD)
+def test_a_recipe_holds_every_value_of_its_file(recipe: str) -> None:
+    held = HELD[recipe]
+    without = [key for keys in held["without"].values() for key in keys]
+    file = flatten(SEEDS[held["of"]]["file"])
+    assert sorted(file) == sorted([*held["keys"], *held["places"], *without])
+    cfg = composed(f"experiment={recipe}", *NEEDED[f"experiment={recipe}"])
+    chosen = dict(HydraConfig.get().runtime.choices)
+    wanted = {ours: value for assigned in held["keys"].values() for ours, value in assigned.items()} | held["silent"]
+    assert len(wanted) > 15
+    assert not differences(cfg, {key: value for key, value in wanted.items() if key not in chosen})
+    assert {key: value for key, value in wanted.items() if chosen.get(key, value) != value} == {}
+    there = {key for key, _ in leaves_and_nodes(cfg)}
+    assert set(held["places"].values()) - there <= {"sample.prompts"}
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES_OF_SEEDS if name.startswith("sd_")])
-def test_a_recipe_names_what_its_file_sets_otherwise_than_the_defaults(name: str) -> None:
-    numbers = {key: value for key, value in seed_values(name).items() if key.startswith(("train.", "optimizer.lr"))}
-    assert numbers.keys() - {"train.max_steps"} <= shipped(f"experiment/{name}").keys()
+def test_every_file_of_the_seeds_has_a_recipe() -> None:
+    files = {name for name, entry in SEEDS.items() if "file" in entry} - {"open_diffusion/speed"}
+    assert {held["of"] for held in HELD.values()} == files
+
+
+@pytest.mark.parametrize("name", [name for name in FLAGS if name != "source"])
+def test_every_flag_of_mindones_guide_has_a_key(name: str) -> None:
+    flags = [word.removeprefix("--") for word in shlex.split(FLAGS[name]) if word.startswith("--")]
+    assert sorted(flags) == sorted(HELD_FLAGS[name])
+    wanted = {key: value for assigned in HELD_FLAGS[name].values() for key, value in assigned.items()}
+    choices = [f"{key}={value}" for key, value in wanted.items() if "." not in key]
+    assert all(value in group_options(key) for key, value in wanted.items() if "." not in key)
+    values = {key: value for key, value in wanted.items() if "." in key}
+    typed = [f"{key}={str(value).lower()}" for key, value in values.items()]
+    data = ["data.path=a", "data.crop=center"] if name == "cache" else ["data.path=a"]
+    assert not differences(composed("experiment=sdxl_finetune", *data, *choices, *typed), values)
 
 
 def test_the_network_of_the_benchmark_is_that_of_the_template() -> None:
     template, speed = (SEEDS[f"open_diffusion/{name}"]["file"] for name in ("template", "speed"))
     assert speed["unet"]["params"] == template["model"]["unet"]["params"]
-    cfg = checked("experiment=sd_from_scratch", "data.urls=[a.tar]", "data.num_examples_to_see=9")
-    given = template["model"]["unet"]["params"]
-    same = [key for key in given if cfg.model.network[key] == given[key]]
-    assert set(given) - set(same) == {"attention_head_dim"}
-    assert set(cfg.model.network.attention_head_dim) == {given["attention_head_dim"]}
-
-
-def test_mindones_flags_are_taken_over() -> None:
-    bias, given = imported("mindone/guide", FLAGS["timestep_bias"]).values, read_flags(FLAGS["timestep_bias"])
-    for key in ("strategy", "multiplier", "portion"):
-        assert bias[f"objective.timestep_bias.{key}"] == given[f"timestep_bias_{key}"]
-    for key in ("begin", "end"):
-        assert bias[f"objective.timestep_bias.{key}"] == pytest.approx(given[f"timestep_bias_{key}"] / 1000)
-    snr = imported("mindone/guide", FLAGS["min_snr"])
-    assert snr.groups["objective"] == "ddpm_min_snr"
-    assert snr.values["objective.loss_weight.gamma"] == read_flags(FLAGS["min_snr"])["snr_gamma"]
-    long = imported("mindone/guide", FLAGS["long_prompts"]).values
-    assert long["model.text_encoder.long_captions"] is long["model.text_encoder_2.long_captions"] is True
-    assert "cascade-train cache" in imported("mindone/guide", FLAGS["cache"]).fates["cache_latent"][1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cascade_train.config.recipes.official import caption_keys
+from cascade_train.config.captions_getter import caption_keys
 from cascade_train.data.captions import Captions
 from cascade_train.data.sample import RawSample
 

@@ -1,1 +1,0 @@
-"""Configuration files of other trainers, translated into experiments."""
