@@ -108,6 +108,8 @@ class LoRA(TextToImage):
             raise ValueError(f"preserve={self.preserve}: give pairs of words, such as [[fernando, dog]], or null")
         self._preserved = 0  # samples whose captions had the words
         self._unread = {str(name) for name, *_ in self.train_tokens or () if is_new(str(name))}  # in no caption so far
+        self._epochs = set[int]()  # that samples were of since this start; two are kept
+        self._reported = False  # what is in no caption of the first of them
         self._spec: LoraSpec
         self._encoders: dict[str, TextEncoder]
         self._named: frozenset[str] = frozenset({"text_encoder"})
@@ -173,6 +175,8 @@ class LoRA(TextToImage):
         prepared, captions = super().prepare_batch(batch), list(batch.captions)
         read = "\n".join(captions).lower()  # as by the tokenizer
         self._unread = {token for token in self._unread if token.lower() not in read}
+        if len(self._epochs) < 2:
+            self._epochs |= set(batch.epoch_B.tolist())
         if self.preserve is None:
             return prepared
         for words, others in self.preserve:
@@ -203,11 +207,13 @@ class LoRA(TextToImage):
         return {"loss_preserve": self.preserve_weight * loss_B * differs_B}
 
     def notices(self, *, last: bool = False) -> list[str]:
-        """See `TextToImage`; at last, also the new tokens and preserved words that no caption had."""
+        """See `TextToImage`; after an epoch and at last, also new tokens and preserved words that no caption had."""
         texts = super().notices(last=last)
+        is_due = last or (len(self._epochs) > 1 and not self._reported)
+        self._reported |= is_due
         preserved = [] if self._preserved else [pair[0] for pair in self.preserve or ()]
         for key, words in (("task.preserve", preserved), ("task.train_tokens", sorted(self._unread))):
-            if last and words:
+            if is_due and words:
                 texts.append(f"no caption on rank 0 since this start had the words of {key}: {', '.join(words)}")
         return texts
 

@@ -283,9 +283,15 @@ def test_new_tokens_that_no_caption_has_are_reported_at_the_end() -> None:
     task = make(train_tokens=[["[new]", "^ring</w>"], ["[other]", "^ring</w>"], ["^star", None]])
     losses(task, "a [New] star")
     assert task.notices(last=False) == []
-    assert task.notices(last=True) == [
-        "no caption on rank 0 since this start had the words of task.train_tokens: [other]"
-    ]
+    told = ["no caption on rank 0 since this start had the words of task.train_tokens: [other]"]
+    assert task.notices(last=True) == told
+
+
+def test_new_tokens_that_no_caption_has_are_reported_once_after_the_first_epoch() -> None:
+    task = make(train_tokens=[["[new]", "^ring</w>"]])
+    for epoch, count in ((0, 0), (0, 0), (1, 1), (1, 0), (2, 0)):
+        task.prepare_batch(replace(make_batch(0, captions=("a star",)), epoch_B=torch.tensor([epoch])))
+        assert len(task.notices()) == count
 
 
 def test_a_cache_of_captions_cannot_be_preserved() -> None:

@@ -72,7 +72,7 @@ class Index:
     @functools.cached_property
     def content_record(self) -> str:
         """What a checkpoint keeps of the content: checksums by blocks of rows."""
-        return self.kept("content", "", lambda: {"record": np.array(self._content_record())})["record"].item()
+        return self.kept("record", "", lambda: {"record": np.array(self._content_record())})["record"].item()
 
     def kept(self, name: str, identity: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         """Return arrays that follow from the index and from what `identity` tells, from `folder` if they are there."""
@@ -98,7 +98,11 @@ class Index:
         return state.hexdigest()[:16]
 
     def _content_record(self) -> str:
-        return " ".join(f"{zlib.crc32(self.content[block].tobytes()):08x}" for block in _blocks(len(self)))
+        return " ".join([str(len(self)), *(self.block_digest(block) for block in _blocks(len(self)))])
+
+    def block_digest(self, rows: slice) -> str:
+        """8 hex digits that change with the key or the content of a row among consecutive ones."""
+        return f"{zlib.crc32(self.content[rows].tobytes(), zlib.crc32(repr(self.keys[rows].tolist()).encode())):08x}"
 
 
 def rows_digest(rows: np.ndarray) -> str:
@@ -171,11 +175,16 @@ def combine(*parts_N: np.ndarray) -> np.ndarray:
 
 
 def changed_content(index: Index, state: Mapping[str, Any]) -> list[str]:
-    """Which files of the same samples changed since a state was saved, for messages."""
-    both = zip(_blocks(len(index)), state["content"].split(), index.content_record.split(), strict=True)
-    changed = [(index.name(block.start), index.name(block.stop - 1)) for block, then, now in both if then != now]
-    listed = first_names([" to ".join(dict.fromkeys(names)) for names in changed])
-    return [f"the files behind data changed ({listed}); put them back"] if listed else []
+    """Which samples changed since a state was saved, for messages: exactly of up to 64, else between two of them."""
+    then, *digests = state["content"].split()
+    blocks = zip(_blocks(int(then)), digests, strict=True)
+    changed = [block for block, digest in blocks if index.block_digest(block) != digest]
+    count = "" if len(index) == int(then) else f"{then} samples then, {len(index)} now, from "
+    if count:  # those behind the first have moved
+        changed = (changed or [slice(int(then), len(index))])[:1]
+    ends = [(min(block.start, len(index) - 1), min(block.stop, len(index)) - 1) for block in changed]
+    listed = first_names([" to ".join(dict.fromkeys(map(index.name, rows))) for rows in ends])
+    return [f"the files behind data changed ({count}{listed}); put them back"] if listed else []
 
 
 def changed_rows(index: Index, then: Index) -> np.ndarray:
@@ -185,8 +194,10 @@ def changed_rows(index: Index, then: Index) -> np.ndarray:
 
 def changed_samples(index: Index, then: Index) -> str | None:
     """Samples that differ from those of an earlier index, for messages; None = none."""
-    if len(index) != len(then):
-        return f"{len(then)} samples then, {len(index)} now"
+    if (common := min(len(index), len(then))) < max(len(index), len(then)):
+        differs = np.append(index.keys[:common] != then.keys[:common], True)
+        first = (index if len(index) > common else then).name(int(differs.argmax()))
+        return f"{len(then)} samples then, {len(index)} now, from {first} on"
     return first_names([index.name(row) for row in changed_rows(index, then).tolist()]) or None
 
 

@@ -205,7 +205,12 @@ class Order:
         return ", ".join(f"{sizes[b][0]}x{sizes[b][1]} {count_K[b]}" for b in buckets if count_K[b])
 
     def _changes(self, state: Mapping[str, Any]) -> list[str]:
-        return self._changed_order(state) or changed_content(self._index, state)
+        changed, content = self._changed_order(state), changed_content(self._index, state)
+        return (
+            [text.replace(_REMEDIES["index"], content[0]) for text in changed]
+            if changed and content
+            else changed or content
+        )
 
     def _changed_order(self, state: Mapping[str, Any]) -> list[str]:
         saved = read_identity(state)
