@@ -16,6 +16,7 @@ from tests.style.source import ROOT, library
 EXTRAS = {
     "boto3": "s3",
     "botocore": "s3",
+    "fsspec": "fsspec",
     **{name: name for name in ("aim", "clearml", "dvclive", "swanlab", "trackio", "wandb")},
     "comet_ml": "comet",
     "mlflow": "mlflow",

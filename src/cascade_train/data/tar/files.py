@@ -19,7 +19,7 @@ from braceexpand import UnbalancedBracesError, braceexpand
 
 from cascade_train.data.index.rows import first_names
 from cascade_train.data.tar.members import PARTS
-from cascade_train.data.tar.storage import S3, SCHEME, LocalFiles, Store, StoredObject
+from cascade_train.data.tar.storage import S3, SCHEME, SCHEMES, LocalFiles, OtherStore, Store, StoredObject
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
 from cascade_train.files.run_folder import walk_data
@@ -154,7 +154,7 @@ def _tars_below(folder: Path) -> list[str]:
 def check_urls(urls: str | list[str]) -> list[str]:
     """Expand urls, and raise a `ConfigError` where a local tar is missing; stores are not asked."""
     entries = expand_urls(urls)
-    paths = [Path(entry) for entry in entries if not entry.startswith((PIPE, SCHEME))]
+    paths = [Path(entry) for entry in entries if not entry.startswith(PIPE) and _store_of(entry) is None]
     missing = [path for path in paths if not path.is_file()]
     if missing:
         given = ",".join(map(redact_argument, [urls] if isinstance(urls, str) else urls))
@@ -171,11 +171,12 @@ def check_urls(urls: str | list[str]) -> list[str]:
 def find_tars(urls: str | list[str], listings: Listings) -> list[Tar]:
     """Return the tars that `data.urls` names, in its order. Raises as `Store.stat`, and for unknown compressions."""
     entries, local, s3 = check_urls(urls), LocalFiles(), S3()
-    remote = [entry for entry in entries if entry.startswith(SCHEME) and not _is_prefix(entry)]
-    if remote:
-        s3.prepare()
+    stores: dict[str | None, Store] = {"s3": s3, **{scheme: OtherStore(scheme) for scheme in SCHEMES}}
+    remote = [entry for entry in entries if _store_of(entry) is not None and not _is_prefix(entry)]
+    for scheme in set(map(_store_of, remote)):
+        stores[scheme].prepare()
     with ThreadPoolExecutor(s3.parallel_reads) as pool:
-        heads = dict(zip(remote, pool.map(s3.stat, remote), strict=True))
+        heads = dict(zip(remote, pool.map(lambda entry: stores[_store_of(entry)].stat(entry), remote), strict=True))
     tars: list[Tar] = []
     for entry in entries:
         if entry.startswith(PIPE):
@@ -188,10 +189,15 @@ def find_tars(urls: str | list[str], listings: Listings) -> list[Tar]:
                 f" 'pipe:zstd -dc {Path(entry).name}', or decompress it"
             )
         elif entry in heads:
-            tars.append(Tar(item=heads[entry], store=s3))
+            tars.append(Tar(item=heads[entry], store=stores[_store_of(entry)]))
         else:
             tars.append(Tar(item=local.stat(entry), store=local))
     return tars
+
+
+def _store_of(url: str) -> str | None:
+    scheme = url.partition("://")[0]
+    return scheme if scheme in ("s3", *SCHEMES) and scheme != url else None
 
 
 def _is_prefix(url: str) -> bool:
@@ -219,7 +225,7 @@ def _normalize(url: str) -> str:
     scheme = _ANY_SCHEME.match(url)
     if scheme is None:
         return str(Path(url).expanduser())
-    if url.startswith((SCHEME, PIPE)):
+    if url.startswith(PIPE) or _store_of(url) is not None:
         if not url.removeprefix(PIPE).strip():
             raise ConfigError("data.urls=pipe: has no command: write pipe:cat train.tar")
         return url
@@ -227,5 +233,6 @@ def _normalize(url: str) -> str:
         return str(Path(re.sub("^file:(//)?", "", url)))
     remedy = f"stream it by '{_WEB} {url}'" if scheme[1] in ("http", "https") else "copy the tars to a disk or to S3"
     raise ConfigError(
-        f"data.urls={url} has a scheme that is not read, {scheme[1]}: (paths, file:, s3:// and pipe: are); {remedy}"
+        f"data.urls={url} has a scheme that is not read, {scheme[1]}: (paths, file:, s3://,"
+        f" {'://, '.join(SCHEMES)}:// and pipe: are); {remedy}"
     )

@@ -1,4 +1,4 @@
-"""Where bytes come from: objects that are read by range, local files or those of S3 and of stores of its protocol.
+"""Where bytes come from: objects that are read by range, local files, those of S3 and of what fsspec reads.
 
 Credentials, region and endpoint of S3 come from where AWS tools look for them (AWS_PROFILE, AWS_ENDPOINT_URL, ...).
 """
@@ -8,12 +8,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import io
-import logging
 import os
-import random
 import re
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,14 +20,13 @@ from typing import Any, BinaryIO, Generic, TypeVar
 from cascade_train.errors import ConfigError, RunError, install_hint
 
 SCHEME = "s3://"
+SCHEMES = ("gs", "gcs", "az", "abfs", "hf")
+"""Of stores that fsspec reads: gs needs the package gcsfs, az adlfs; hf, of Hugging Face, is there."""
+
 ATTEMPTS = 8
-_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.5, 30.0
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
-_PASSING_CODES = {"SlowDown", "RequestTimeout", "RequestTimeTooSkewed", "Throttling", "ThrottlingException"}
 _MAX_OPEN_FILES = 64
 _CHUNK_BYTES = 8 * 1024**2
-_chance = random.SystemRandom()  # a seeded generator would make all workers try again at the same moments
-_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -191,28 +187,79 @@ class S3(Store):
     def stat(self, url: str) -> StoredObject:
         """See `Store.stat`: ask for size and ETag."""
         (bucket, key), client = _parse_url(url), self._client()
-        head = _ask(lambda: client.head_object(Bucket=bucket, Key=key), "asking for", url)
+        with _asking("asking for", url):
+            head = client.head_object(Bucket=bucket, Key=key)
         return StoredObject(url=url, size=head["ContentLength"], version=head["ETag"])
 
     def read(self, item: StoredObject, start: int, size: int) -> bytes:
-        """See `Store.read`; a range is read again where a connection was cut."""
+        """See `Store.read`; a range is asked for again where its answer was cut."""
         if size == 0:
             return b""
-        client = self._client()
-        return _ask(lambda: _read_once(client, item, start, size), "reading", item.url)
+        with _asking("reading", item.url):
+            for _ in range(ATTEMPTS):
+                if (content := _read_once(self._client(), item, start, size)) is not None:
+                    return content
+        raise RunError(f"reading {item.url} failed {ATTEMPTS} times: the connection was cut before {size} bytes came")
 
     def list_prefix(self, url: str) -> list[StoredObject]:
         """Return every object whose key begins with the prefix of `s3://bucket/prefix`, sorted. Raises as `stat`."""
         bucket, prefix = _parse_url(url)
         pages = self._client().get_paginator("list_objects_v2")
         every = "Contents || `[]`"  # no key where there is no object
-        found = _ask(lambda: list(pages.paginate(Bucket=bucket, Prefix=prefix).search(every)), "asking for", url)
-        url_of = {f"{SCHEME}{bucket}/{entry['Key']}": entry for entry in found}
+        with _asking("asking for", url):
+            entries = list(pages.paginate(Bucket=bucket, Prefix=prefix).search(every))
+        url_of = {f"{SCHEME}{bucket}/{entry['Key']}": entry for entry in entries}
         return [StoredObject(url=key, size=url_of[key]["Size"], version=url_of[key]["ETag"]) for key in sorted(url_of)]
 
 
+class OtherStore(Store):
+    """Objects of one of `SCHEMES` through fsspec, whose clients try again by themselves; each process makes its own."""
+
+    parallel_reads = 16
+
+    def __init__(self, scheme: str) -> None:
+        self._client = PerProcess(partial(_new_file_system, scheme))
+
+    def prepare(self) -> None:
+        """See `Store.prepare`."""
+        self._client()
+
+    def stat(self, url: str) -> StoredObject:
+        """See `Store.stat`."""
+        client = self._client()
+        with _reading(url):
+            return StoredObject(url=url, size=int(client.info(url)["size"]), version=client.ukey(url))
+
+    def read(self, item: StoredObject, start: int, size: int) -> bytes:
+        """See `Store.read`; of an object that changes, its size alone is noticed."""
+        with _reading(item.url):
+            content: bytes = self._client().cat_file(item.url, start=start, end=start + size)
+        if len(content) != size:
+            raise RunError(f"{item.url} ended at {start + len(content)} of {start + size} bytes: it changed")
+        return content
+
+
+def _new_file_system(scheme: str) -> Any:
+    import fsspec
+
+    try:
+        return fsspec.filesystem(scheme, skip_instance_cache=True)
+    except (ImportError, ValueError) as error:  # it names the package to install
+        raise ConfigError(f"data.urls names {scheme}:// objects: {error}") from error
+
+
+@contextlib.contextmanager
+def _reading(url: str) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, PermissionError) as error:
+        raise ConfigError(f"data.urls: {url} is not there, or may not be read; check name and credentials") from error
+    except Exception as error:  # each store has errors of its own
+        raise RunError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
+
+
 def _new_client(connections: int) -> Any:
-    """Make a client that tries once: `_ask` repeats what may pass. Without credentials it signs nothing."""
+    """Make a client that tries again what may pass. Without credentials it signs nothing."""
     try:
         import boto3
         from botocore import UNSIGNED, config, exceptions
@@ -224,7 +271,7 @@ def _new_client(connections: int) -> Any:
             connect_timeout=_CONNECT_SECONDS,
             read_timeout=_READ_SECONDS,
             max_pool_connections=connections,
-            retries={"total_max_attempts": 1},
+            retries={"mode": "adaptive", "total_max_attempts": ATTEMPTS},
             signature_version=UNSIGNED if session.get_credentials() is None else None,
         )
         return session.client("s3", config=options)
@@ -232,7 +279,10 @@ def _new_client(connections: int) -> Any:
         raise ConfigError(f"data.urls: the AWS settings of this machine do not fit: {error}") from error
 
 
-def _read_once(client: Any, item: StoredObject, start: int, size: int) -> bytes:
+def _read_once(client: Any, item: StoredObject, start: int, size: int) -> bytes | None:
+    """Read a range; None where the answer began and was cut, which the client does not try again."""
+    from botocore import exceptions
+
     bucket, key = _parse_url(item.url)
     stop = start + size - 1
     answer = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{stop}")
@@ -242,56 +292,43 @@ def _read_once(client: Any, item: StoredObject, start: int, size: int) -> bytes:
                 f"{item.url} changed during the run: its ETag was {item.version} and is {answer['ETag']}; put the"
                 " object back, or start another run with a new run.name"
             )
-        status, given = answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentRange")
-        if status != 206 or given != f"bytes {start}-{stop}/{item.size}":
+        status, sent = answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentRange")
+        if status != 206 or sent != f"bytes {start}-{stop}/{item.size}":
             raise RunError(
-                f"{item.url}: the server answered {status} with {given or 'no range'} where bytes {start}-{stop}/"
+                f"{item.url}: the server answered {status} with {sent or 'no range'} where bytes {start}-{stop}/"
                 f"{item.size} was asked for (206): it does not support ranged reads; use another server or gateway, or"
                 " copy the data to a disk"
             )
-        content = bytes(body.read())
-    if len(content) != size:
-        raise ConnectionError(f"{len(content)} of {size} bytes came")
-    return content
+        try:
+            content = bytes(body.read())
+        except (exceptions.HTTPClientError, exceptions.IncompleteReadError, ConnectionError):
+            return None
+    return content if len(content) == size else None
 
 
-def _ask(ask: Callable[[], T], verb: str, url: str) -> T:
-    """Return an answer; ask again after failures that may pass, else a RunError. No message contains credentials.
-
-    Waits between attempts are drawn between nothing and a bound that doubles, so that many readers spread out.
-    """
+@contextlib.contextmanager
+def _asking(verb: str, url: str) -> Iterator[None]:
+    """Raise a ConfigError or a RunError where a store refuses or does not answer. No message contains credentials."""
     from botocore import exceptions
 
-    passing = (exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError, ConnectionError)
-    longest_wait = _FIRST_WAIT_SECONDS
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            return ask()
-        except exceptions.ClientError as error:
-            fault = _passing_fault(url, error)
-        except passing as error:
-            fault = f"{type(error).__name__}: {error}"
-        if attempt < ATTEMPTS:
-            _log.debug("%s %s failed (%s), attempt %d of %d", verb, url, fault, attempt, ATTEMPTS)
-            time.sleep(_chance.uniform(0, longest_wait))
-            longest_wait = min(_LONGEST_WAIT_SECONDS, 2 * longest_wait)
-    raise RunError(f"{verb} {url} failed {ATTEMPTS} times: {fault}")
-
-
-def _passing_fault(url: str, error: Any) -> str:
-    """Return what a server answered where that may pass, else raise a ConfigError or a RunError."""
-    code = str(error.response.get("Error", {}).get("Code", "unknown"))
-    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    if status >= 500 or status == 429 or code in _PASSING_CODES:
-        return f"the server answered {status} {code}"
-    if status == 404:
-        raise ConfigError(f"data.urls: {url} is not there ({code}); check bucket, key and AWS_ENDPOINT_URL") from error
-    if status in (401, 403):
-        raise ConfigError(
-            f"data.urls: {url} may not be read ({status} {code}); check the credentials that AWS tools use here"
-            " (AWS_PROFILE, AWS_ACCESS_KEY_ID), their rights, and the region"
-        ) from error
-    raise RunError(f"{url}: the server answered {status} {code}") from error
+    try:
+        yield
+    except exceptions.ClientError as error:
+        code = str(error.response.get("Error", {}).get("Code", "unknown"))
+        metadata = error.response.get("ResponseMetadata", {})
+        status = int(metadata.get("HTTPStatusCode", 0))
+        if status == 404:
+            remedy = "check bucket, key and AWS_ENDPOINT_URL"
+            raise ConfigError(f"data.urls: {url} is not there ({code}); {remedy}") from error
+        if status in (401, 403):
+            raise ConfigError(
+                f"data.urls: {url} may not be read ({status} {code}); check the credentials that AWS tools use here"
+                " (AWS_PROFILE, AWS_ACCESS_KEY_ID), their rights, and the region"
+            ) from error
+        times = metadata.get("RetryAttempts", 0) + 1
+        raise RunError(f"{verb} {url} failed {times} times: the server answered {status} {code}") from error
+    except (exceptions.HTTPClientError, exceptions.ConnectionError) as error:
+        raise RunError(f"{verb} {url} failed {ATTEMPTS} times: {type(error).__name__}: {error}") from error
 
 
 def _parse_url(url: str) -> tuple[str, str]:
