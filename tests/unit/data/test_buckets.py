@@ -77,12 +77,6 @@ def test_nearest_agrees_with_comparing_every_entry() -> None:
         assert (found.nearest(width, height) == expected).all()
 
 
-def test_of_equal_distances_the_first_entry_is_taken_and_unknown_sizes_are_square() -> None:
-    found = table([1.5, 0.5, 1.0], distance="linear", multiple_px=1)
-    assert nearest(found, (5, 4))[0] == bucket_size(1.5, 768**2, 1)
-    assert nearest(found, (0, 0), (0, 7)) == [(768, 768)] * 2
-
-
 def index(*sizes: tuple[int, int]) -> Index:
     width, height = np.array(sizes).T
     return tars.index(["k"] * len(sizes), width=width, height=height)

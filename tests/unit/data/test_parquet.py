@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from cascade_train.data import parquet as parquet_files
 from cascade_train.data.captions import Captions
 from cascade_train.data.parquet import Parquet
 from cascade_train.data.sample import UnreadableSampleError
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.errors import ConfigError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import DatasetContract
 
@@ -84,12 +83,6 @@ def test_pictures_may_be_bytes_or_paths_or_both(tmp_path: Path, caplog: pytest.L
     assert (source.open().table["height"].tolist(), source.read(0).image) == ([20], tars.picture(10, 20))
 
 
-def test_sizes_from_columns_need_no_picture(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", rows_of(range(2), w=640, h=480))
-    index = parquet(path, width_column="w", height_column="h").open()
-    assert (index.table["width"].tolist(), index.table["height"].tolist()) == ([640] * 2, [480] * 2)
-
-
 def test_columns_are_filtered_and_serve_captions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{**row, "score": score} for row, score in zip(rows_of(range(4)), (5.0, 3.0, None, 6.0), strict=True)]
     path = write(tmp_path / "a.parquet", rows, group=2)
@@ -136,16 +129,6 @@ def test_row_groups_in_memory_are_few_and_each_copy_reads_its_own(
     assert read == [0, 1, 2, 0, 0]
 
 
-def test_much_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    path = write(tmp_path / "a.parquet", rows_of(range(4)))
-    parquet(path).open()
-    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
-    monkeypatch.setattr("cascade_train.data.parquet.MUCH_MEMORY", 10)
-    parquet(path).open()
-    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "1 row groups of up to 0 MiB: each worker keeps up to 0.0 GiB of them" in warning.message
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -158,27 +141,6 @@ def test_columns_that_cannot_serve_are_refused(tmp_path: Path, options: dict[str
     path = write(tmp_path / "a.parquet", rows_of(range(2), score=3, empty=""))
     with pytest.raises(ConfigError, match=message):
         parquet(path, **options).open()
-
-
-def test_what_is_no_parquet_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="is no parquet file, nor a folder that holds some"):
-        parquet(tmp_path).open()
-    with pytest.raises(ValueError, match="belong together: set both, or none"):
-        parquet(tmp_path, width_column="w")
-    (tmp_path / "a.parquet").write_bytes(b"no parquet at all")
-    with pytest.raises(ConfigError, match="is no parquet file that can be read .Parquet"):
-        parquet(tmp_path / "a.parquet").open()
-    monkeypatch.setattr("cascade_train.data.parquet.load_file", _denied)
-    path = write(tmp_path / "b.parquet", rows_of(range(2)))
-    with pytest.raises(RunError, match="b.parquet cannot be read: .*denied"):
-        parquet(path).open()
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match="data=parquet needs the library pyarrow, which is not installed"):
-        parquet(path).open()
-
-
-def _denied(*_: Any) -> None:
-    raise PermissionError(13, "denied")
 
 
 def test_damage_is_found_at_the_start_and_during_the_run(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,6 @@ import boto3
 import pytest
 
 from cascade_train.data.tar import index as tar_index
-from cascade_train.data.tar.files import Tar
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import contents, loading
@@ -98,25 +95,6 @@ def test_a_prefix_is_listed_recursively_with_or_without_a_slash(bucket: Bucket, 
     assert len(tars.webdataset(prefix).open()) == expected
 
 
-def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-
-
-def test_a_prefix_without_a_slash_says_what_it_takes_beside_the_folder(
-    bucket: Bucket, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for shard, key in enumerate(("train/part-0.tar", "train_old/part-1.tar")):
-        bucket.put(folder / f"part-{shard}.tar", key)
-    for prefix, samples in ((f"s3://{BUCKET}/train/", 8), (f"s3://{BUCKET}/train_", 5)):
-        assert len(tars.webdataset(prefix).open()) == samples
-    assert not warned(caplog)
-    assert len(tars.webdataset(f"s3://{BUCKET}/train").open()) == 13
-    assert warned(caplog) == [
-        "data.urls=s3://bucket/train also takes 1 tars outside of the folder, such as s3://bucket/train_old/part-1.tar:"
-        " write s3://bucket/train/ for the folder alone"
-    ]
-
-
 def test_a_sample_is_read_with_one_request_where_its_parts_are_close(
     bucket: Bucket, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,14 +145,6 @@ def test_the_index_of_a_remote_tar_is_kept_until_it_changes(
     assert len(tars.webdataset(f"{PREFIX}part-0.tar").open()) == 5
 
 
-def test_row_filters_judge_remote_samples(bucket: Bucket, tmp_path: Path) -> None:
-    files = [*tars.samples([0]), ("0000.json", b'{"score": 5}'), *tars.samples([1]), ("0001.json", b'{"score": 3}')]
-    tars.write(tmp_path / "part-0.tar", files)
-    bucket.put_all(tmp_path)
-    index = tars.webdataset(PREFIX, row_filters={"score": "> 4"}).open()
-    assert index.keys.tolist() == [b"0000"]
-
-
 def test_a_prefix_is_listed_once_for_a_run(
     bucket: Bucket, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,23 +164,6 @@ def test_a_prefix_is_listed_once_for_a_run(
         later.open()
 
 
-def test_sources_of_one_run_share_the_record(bucket: Bucket, folder: Path, tmp_path: Path) -> None:
-    bucket.put_all(folder)
-    bucket.put(folder / "part-0.tar", "other/part-0.tar")
-    listing = tmp_path / "listing.json"
-    for prefix in (PREFIX, f"s3://{BUCKET}/other/"):
-        source = tars.webdataset([prefix, f"{PREFIX}part-0.tar"], listing=str(listing))
-        source.open()
-        source.record()
-    assert {prefix: len(items) for prefix, items in json.loads(listing.read_text()).items()} == {
-        PREFIX: 3,
-        f"s3://{BUCKET}/other/": 1,
-    }
-    listing.write_text("[]")
-    with pytest.raises(ConfigError, match="listing.json is damaged .*; remove it, and the prefixes are listed again"):
-        source.open()
-
-
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -224,23 +177,3 @@ def test_sources_of_one_run_share_the_record(bucket: Bucket, folder: Path, tmp_p
 def test_what_is_not_there_is_named(bucket: Bucket, url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tars.webdataset(url).open()
-
-
-def test_local_tars_of_a_mixed_list_are_read_by_one_thread(
-    bucket: Bucket, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket.put_all(folder)
-    source = tars.webdataset([str(folder / "part-0.tar"), f"{PREFIX}part-1.tar"])
-    source.open()
-    threads: dict[bool, set[int]] = {True: set(), False: set()}
-    read = Tar.read
-
-    def noted(self: Tar, *place: int) -> bytes:
-        threads[self.is_remote].add(threading.get_ident())
-        return read(self, *place)
-
-    monkeypatch.setattr(Tar, "read", noted)
-    source.prefetch(range(13))
-    assert [source.read(row).caption for row in range(13)] == [f"picture {row}" for row in range(13)]
-    assert threads[False] == {threading.get_ident()}
-    assert threading.get_ident() not in threads[True]

@@ -10,21 +10,11 @@ import numpy as np
 import pytest
 
 from cascade_train.data.index.cache import read_cache, write_cache
-from cascade_train.data.index.mapped import one_at_a_time
 from cascade_train.errors import Interrupted
 
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise PermissionError(13, "Permission denied")
-
-
-def test_a_lock_that_may_not_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "unlink", _refuse)
-    read = []
-    with one_at_a_time(tmp_path / "a.lock"):
-        read.append("a")
-    assert read == ["a"]
-    assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]
 
 
 def test_a_cached_index_that_may_not_be_read_counts_as_none(

@@ -22,15 +22,12 @@ from cascade_train.data.index.rows import (
     changed_content,
     changed_rows,
     changed_samples,
-    first_names,
     split,
 )
 from cascade_train.data.mixture import Mixture, Regularised
 from cascade_train.data.parquet import Parquet
-from cascade_train.data.shapes import Shapes
 from cascade_train.data.table import Table
 from cascade_train.data.webdataset import WebDataset
-from cascade_train.errors import ConfigError
 from tests.unit.data import tars
 
 COLUMNS: dict[str, Any] = {**tars.SMALL, "image_column": "image", "caption_column": "text", "root": None}
@@ -189,12 +186,6 @@ def test_another_beginning_of_a_streamed_tar_is_another_content(tmp_path: Path) 
     assert changed_samples(streamed(CAPTIONS), before) is None
 
 
-def test_samples_without_files_are_known_to_be_the_same(caplog: pytest.LogCaptureFixture) -> None:
-    shapes = Shapes(**tars.ORDER, samples=3, seed=0).open()
-    assert changed_content(shapes, {"content": shapes.content_record}) == []
-    assert not caplog.records
-
-
 @cache
 def numbered(count: int) -> Index:
     return tars.index((f"{row:07d}" for row in range(count)), ("a",))
@@ -217,22 +208,6 @@ def test_the_record_of_a_million_samples_is_small_and_names_a_range() -> None:
 KEYS = [f"{i:05d}" for i in range(2000)]
 
 
-def test_a_row_is_named_by_shard_and_key() -> None:
-    assert tars.index(["x", "größe"], ("a.tar", "b.tar"), shard=[0, 1]).name(1) == "b.tar:größe"
-
-
-def test_the_digest_follows_the_content() -> None:
-    digests = [
-        tars.index(["x", "y"]).digest,
-        tars.index(["x", "z"]).digest,
-        tars.index(["x"]).digest,
-        tars.index(["x", "y"], ("b.tar",)).digest,
-        tars.index(["x", "y"], width=[0, 1]).digest,
-    ]
-    assert len(set(digests)) == len(digests)
-    assert tars.index(["x", "y"]).digest == digests[0]
-
-
 def test_every_row_is_on_one_side_and_a_larger_share_holds_out_what_a_smaller_one_did() -> None:
     train, held_out = split(tars.index(KEYS), 0.1)
     assert sorted([*train, *held_out]) == list(range(2000))
@@ -247,18 +222,3 @@ def test_added_data_moves_no_key() -> None:
     held_few = {few.name(row) for row in split(few, 0.2)[1]}
     held_many = {many.name(row) for row in split(many, 0.2)[1]}
     assert held_few == {name for name in held_many if name in {few.name(row) for row in range(200)}}
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.0, 5])
-def test_a_share_out_of_range_is_refused(share: float) -> None:
-    with pytest.raises(ConfigError, match="must be at least 0 and below 1"):
-        split(tars.index(KEYS), share)
-
-
-def test_an_empty_side_is_refused() -> None:
-    with pytest.raises(ConfigError, match="validate.share=0.001 of 3 samples leaves 3 to train on and 0 held out"):
-        split(tars.index(KEYS[:3]), 0.001)
-
-
-def test_names_in_messages_can_be_written() -> None:
-    assert first_names(["a", "\ud83d.png", "a", "c", "d"], 2) == "a, \\ud83d.png and 2 more"

@@ -84,32 +84,6 @@ def test_pictures_of_other_sizes_and_of_none_are_left_out(given: Any, kept: list
     assert selection.reason == "do not meet data.size_filters (1 of them have no known size)"
 
 
-def test_pass_rates_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        size_selection(parse_size_filters({"short_side": ">= 480", "aspect_ratio": "<= 2"}), index(SIZES))
-    assert "data.size_filters short_side: >= 480: 4 of 6 samples pass (66.7%)" in caplog.text
-    assert "data.size_filters aspect_ratio: <= 2: 4 of 6 samples pass (66.7%)" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"score": "> 4"}, "data.size_filters: score is no measure of a picture: choose width, .*data.row_filters"),
-        ({"width": "f(1)"}, "data.size_filters.width: 'f.1.' is refused at character 1"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_when_the_source_is_made(given: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tars.webdataset("a.tar", size_filters=given)
-
-
-def test_pictures_of_other_sizes_take_no_part(tmp_path: Path) -> None:
-    files = [(f"{i:04d}.png", tars.picture(40 + i, 32)) for i in range(12)]
-    path = tars.write(tmp_path / "a.tar", sorted([*files, *((f"{i:04d}.txt", b"text") for i in range(12))]))
-    data = open_data_set(tars.webdataset(path, size_filters={"width": "< 46"}), share=None, held_out=None)
-    assert data.training.rows.tolist() == [0, 1, 2, 3, 4, 5]
-
-
 def line(name: str) -> str:
     return json.dumps({"sample": name, "reason": "damaged", "step": 3}, ensure_ascii=False) + "\n"
 
@@ -139,13 +113,6 @@ def test_a_line_without_a_sample_is_named(tmp_path: Path, text: str) -> None:
         read_quarantine(listing(tmp_path, text))
 
 
-def test_a_path_without_a_list_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ConfigError, match="is no list of unreadable samples, nor a run that met one"):
-            read_quarantine(path)
-
-
 def test_rows_are_found_by_shard_and_key(caplog: pytest.LogCaptureFixture) -> None:
     table = np.zeros(7, dtype=ROW_FIELDS)
     table["shard"] = [0, 0, 1, 1, 1, 1, 1]
@@ -157,15 +124,6 @@ def test_rows_are_found_by_shard_and_key(caplog: pytest.LogCaptureFixture) -> No
     assert selection.kept.tolist() == [False, True, True, False, False, False, False]
     assert "data.quarantine: 2 of 7 names are not in this data." in caplog.text
     assert quarantine_selection(set(), index).kept.all()
-
-
-def test_a_name_of_several_samples_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    content = np.array([5, 6, 5, 7, 7], dtype=np.uint64)
-    index = dataclasses.replace(tars.index("12122", ("a", "a"), shard=[0, 0, 1, 1, 1]), content=content)
-    assert quarantine_selection({"a:1"}, index).kept.tolist() == [False, True, False, True, True]
-    assert caplog.text == ""  # a sample that repeats
-    quarantine_selection({"a:1", "a:2"}, index)
-    assert "1 names are those of several samples, all of which are left out: a:2 (2)" in caplog.text
 
 
 def test_listed_samples_take_no_part_and_the_others_keep_their_side(tmp_path: Path) -> None:

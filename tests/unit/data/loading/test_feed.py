@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import time
@@ -16,7 +15,7 @@ import torch.utils.data
 from cascade_train.batch import Unreadable
 from cascade_train.data.loading import worker as worker_module
 from cascade_train.data.loading.feed import SkippedCount
-from cascade_train.data.sample import RawSample, most_unreadable
+from cascade_train.data.sample import RawSample
 from cascade_train.data.shapes import Shapes
 from cascade_train.errors import RunError
 from tests.unit.data.dataset_contract import loading
@@ -64,12 +63,6 @@ def test_a_wait_beyond_the_limit_stops_and_says_where_samples_went(monkeypatch: 
         next(loader)
 
 
-def test_a_fast_feed_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), loading(shapes()) as loader:
-        next(loader)
-    assert caplog.text == ""
-
-
 class Step(SimpleNamespace):
     """What is counted of a batch."""
 
@@ -89,14 +82,6 @@ def test_a_few_of_many_do_not_stop_a_run_however_small_the_share() -> None:
     advised = re.search(r"data.max_unreadable_share=([0-9.]+)\. With that, this run continues", str(told.value))
     assert advised is not None
     SkippedCount(64, float(advised[1])).add(step(64, *"abcd"))
-
-
-@pytest.mark.parametrize(
-    ("samples", "share", "most"),
-    [(1, 0.0, 0), (2, 0.01, 1), (5, 0.0, 2), (64, 0.01, 3), (1000, 0.01, 10), (4, 1.0, 4)],
-)
-def test_a_few_are_at_most_half(samples: int, share: float, most: float) -> None:
-    assert most_unreadable(samples, share) == most
 
 
 def test_a_sample_counts_once_whatever_the_reason_is_next_time() -> None:

@@ -22,7 +22,6 @@ from cascade_train.batch import Batch, sample_seed
 from cascade_train.data.index.rows import Index
 from cascade_train.data.loading import worker as worker_module
 from cascade_train.data.loading.feed import Loader
-from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import Source
 from cascade_train.errors import RunError
@@ -78,18 +77,6 @@ def test_a_transform_that_fails_names_the_sample(tar: Path) -> None:
     source = tars.webdataset(tar)
     with loading(source, transform=fail) as loader, pytest.raises(RunError, match="sample a.tar:.*edges"):
         next(loader)
-
-
-def test_a_stand_in_that_fails_is_named_beside_the_sample(tar: Path) -> None:
-    def fail(image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
-        raise KeyError("edges")
-
-    source = tars.webdataset(tar)
-    index = source.open()
-    batches = worker_module.MicroBatches(source, index, {(16, 16): np.arange(len(index))}, 0, transform=fail)
-    with pytest.raises(RunError, match=r"^sample a.tar:0008: its stand-in a.tar:0009: .*edges") as caught:
-        raise batches[Step(rows=np.array([8]), epochs=np.array([0]), height=16, width=16)]  # type: ignore[misc]
-    assert 'raise KeyError("edges")' in caught.value.__notes__[0]
 
 
 def test_sizes_and_crops_are_in_pixels_of_the_whole_upright_picture(tmp_path: Path) -> None:
@@ -210,12 +197,6 @@ def test_a_worker_survives_what_asks_its_run_to_stop_and_not_the_end_of_its_proc
         call()
     worker.join(60)
     assert worker.exitcode == -signal.SIGKILL
-
-
-def test_more_workers_than_cores_are_no_warning(tar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._utils, "cpu_count", lambda: 1)  # as torch asks; warnings are errors here
-    with loading(tars.webdataset(tar, num_workers=2)) as loader:
-        assert len(next(loader)) == 4
 
 
 def test_workers_pass_tensors_where_tmpdir_is_too_long_for_their_sockets(tmp_path: Path):

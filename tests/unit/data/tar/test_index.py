@@ -1,18 +1,14 @@
 from __future__ import annotations
 
 import gzip
-import io
 import itertools
 import subprocess
-import tarfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from cascade_train.data.index import cache as index_cache
-from cascade_train.data.tar import index as tar_index
 from cascade_train.data.tar.index import load_shard, scan_shard
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
@@ -35,13 +31,6 @@ def test_places_of_every_part_are_found(tmp_path: Path) -> None:
     assert shard.table[["width", "height"]].tolist() == [(50, 20), (40, 32)]
 
 
-@pytest.mark.parametrize("kind", ["jpg", "JPG", "jpeg", "png", "webp"])
-def test_every_kind_of_picture_is_taken(tmp_path: Path, kind: str) -> None:
-    image = tars.picture(kind="jpeg" if kind.lower() == "jpg" else kind)
-    shard = scan_shard(tars.found(tars.write(tmp_path / "a.tar", [(f"a.{kind}", image), ("a.txt", b"")])))
-    assert shard.table[["width", "height"]].tolist() == [(40, 32)]
-
-
 def test_a_folder_packed_by_gnu_tar_is_indexed(tmp_path: Path) -> None:
     folder = tmp_path / "my.dataset"
     folder.mkdir()
@@ -53,23 +42,6 @@ def test_a_folder_packed_by_gnu_tar_is_indexed(tmp_path: Path) -> None:
     shard = scan_shard(tars.found(tmp_path / "dataset.tar"))
     assert shard.keys.tolist() == [b"./my.dataset/0000", b"./my.dataset/0001", b"./my.dataset/0002"]
     assert shard.dropped.examples == []
-
-
-def test_a_header_behind_much_metadata_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cascade_train.data.index.cache.BEGINNING_BYTES", 20)
-    shard = scan_shard(tars.found(tars.write(tmp_path / "a.tar", tars.samples([0]))))
-    assert shard.table["width"].tolist() == [40]
-
-
-def test_the_cache_lies_beside_the_data_and_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tars.write(tmp_path / "a.tar", [*tars.samples(range(3)), ("x.txt", b"")])
-    first = load_shard(tars.found(path), None)
-    assert len(list((tmp_path / ".cascade_train_index").glob("a-*.npz"))) == 1
-    monkeypatch.setattr(tar_index, "scan_shard", None)
-    again = load_shard(tars.found(path), None)
-    assert np.array_equal(first.table, again.table)
-    assert np.array_equal(first.keys, again.keys)
-    assert first.dropped == again.dropped
 
 
 def test_a_damaged_cache_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -93,15 +65,6 @@ def test_a_folder_that_cannot_be_written_moves_the_cache_to_the_user(
     load_shard(tars.found(path), None)
     assert len(list((tmp_path / "home/cascade_train/index").iterdir())) == 1
     assert not (tmp_path / ".cascade_train_index").exists()
-
-
-def test_no_place_for_the_cache_is_no_reason_to_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
-    (tmp_path / ".cascade_train_index").touch()
-    assert len(load_shard(tars.found(path), None).table) == 3
-    assert "cannot be written" in caplog.text
 
 
 def test_a_chosen_cache_folder_must_be_writable(tmp_path: Path) -> None:
@@ -167,23 +130,3 @@ def test_a_tar_that_goes_on_where_it_seems_to_end_is_refused(tmp_path: Path, fau
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"goes on after its end mark at byte \d+, as when tars are joined"):
         scan_shard(tars.found(path))
-
-
-def test_the_cache_of_another_tar_at_the_same_place_is_not_used(tmp_path: Path) -> None:
-    path = tars.write(tmp_path / "a.tar", tars.samples([0, 1]))
-    load_shard(tars.found(path), tmp_path / "cache")
-    other = tars.write(tmp_path / "b.tar", tars.samples([4, 5]))
-    assert other.stat().st_size == path.stat().st_size
-    other.replace(path)
-    assert load_shard(tars.found(path), tmp_path / "cache").keys.tolist() == [b"0004", b"0005"]
-
-
-def test_keys_of_any_alphabet_length_and_format_of_tar_are_kept(tmp_path: Path) -> None:
-    key = "данные/日本 " + "x" * 120
-    for name in ("GNU_FORMAT", "PAX_FORMAT"):
-        with tarfile.open(tmp_path / "a.tar", "w", format=getattr(tarfile, name)) as tar:
-            for end, content in ((".png", tars.picture()), (".txt", b"a")):
-                info = tarfile.TarInfo(key + end)
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-        assert scan_shard(tars.found(tmp_path / "a.tar")).keys.tolist() == [key.encode()]

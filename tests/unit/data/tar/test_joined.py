@@ -4,10 +4,7 @@ import json
 import logging
 import os
 import pickle
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ from cascade_train.data.data_set import DataSet, open_data_set
 from cascade_train.data.index.mapped import MappedArray, mapped
 from cascade_train.data.index.rows import Index
 from cascade_train.data.tar import index as tar_index
-from cascade_train.errors import RunError
 from tests.unit.data import tars
 
 
@@ -75,8 +71,7 @@ def test_the_index_of_many_tars_is_that_of_few(
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"aspect_ratios": ["1/1", "1/2"], "leftover": "drop"},
-    {"aspect_ratios": ["1/1", "1/2"], "leftover": "flush", "replacement": True},
+    {"aspect_ratios": ["1/1", "1/2"], "replacement": True},
     {"aspect_ratios": ["1/1", "1/2"], "buckets": Buckets(multiple_px=8, random_share=0.5, max_upscale=1.5)},
     FILTERED,
 ]
@@ -142,35 +137,6 @@ def test_a_damaged_folder_is_made_anew(
     assert " is damaged (" not in caplog.text
 
 
-@pytest.mark.usefixtures("many")
-def test_more_tars_are_another_index_and_who_maps_the_first_keeps_it(tmp_path: Path) -> None:
-    sized(tmp_path)
-    three = tars.webdataset(str(tmp_path / "{0..2}.tar")).open()
-    keys = three.keys.tolist()
-    assert len(tars.webdataset(str(tmp_path / "{0..3}.tar")).open()) == 40
-    assert len(cached(tmp_path)) == 2
-    tars.write(tmp_path / "0.tar", tars.samples(range(3)))
-    assert len(tars.webdataset(str(tmp_path / "{0..2}.tar")).open()) == 23
-    for folder in cached(tmp_path):
-        (folder / "keys.npy").unlink()
-    assert three.keys.tolist() == keys
-
-
-def test_one_of_several_writes_while_the_others_wait(tmp_path: Path) -> None:
-    written: list[Path] = []
-
-    def write(folder: Path) -> None:
-        written.append(folder)
-        time.sleep(0.2)
-        np.save(folder / "a.npy", np.arange(5))
-
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: mapped(tmp_path / "of", write), range(4)))
-    assert len(written) == 1
-    assert all(each["a"].tolist() == list(range(5)) for each in found)
-    assert [path.name for path in tmp_path.iterdir()] == ["of"]
-
-
 def test_a_kill_while_it_is_written_leaves_no_folder_of_that_name(tmp_path: Path) -> None:
     def killed(folder: Path) -> None:
         np.save(folder / "a.npy", np.arange(5))
@@ -198,24 +164,6 @@ def test_what_is_sent_to_a_process_is_the_place_and_not_the_content(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("many")
-def test_a_folder_that_may_be_read_alone_serves_what_it_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    url, here = sized(tmp_path), tmp_path / "here"
-    tars.webdataset(str(tmp_path / "{0..2}.tar"), index_dir=str(here)).open()
-
-    def refuse(*_: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("cascade_train.data.index.mapped._written", refuse)
-    joined_before = tars.webdataset(str(tmp_path / "{0..2}.tar"), index_dir=str(here)).open()
-    index = tars.webdataset(url, index_dir=str(here)).open()
-    assert (len(joined_before), joined_before.folder is None) == (30, False)
-    assert (len(index), index.folder) == (40, None)
-    assert "the index of 4 tars is not kept" in caplog.text
-
-
-@pytest.mark.usefixtures("many")
 def test_a_full_disk_is_no_reason_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,23 +176,3 @@ def test_a_full_disk_is_no_reason_to_stop(
     assert "No space left on device" in caplog.text
     assert not cached(tmp_path)
     assert not cached(tmp_path, ".partial-*")
-
-
-@pytest.mark.usefixtures("many")
-def test_a_tar_that_cannot_be_read_is_no_matter_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(tar_index, "load_shard", fail)
-    with pytest.raises(RunError, match=r"data\.urls: a tar cannot be read: .*Input/output error"):
-        tars.webdataset(sized(tmp_path)).open()
-    assert not cached(tmp_path, "*")
-
-
-def test_what_follows_from_an_index_is_made_where_it_cannot_be_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    index = replace(tars.index("ab"), folder=tmp_path / "file")
-    assert index.kept("some", "", lambda: {"a": np.ones(1)})["a"].tolist() == [1.0]
-    assert "some of the index is not kept" in caplog.text
