@@ -28,7 +28,8 @@ from bench.data_pictures import jpeg, picture, write_set
 from bench.data_report import EndToEnd, PerImage, Runs, page, verdicts
 from cascade_train.data.decoding.decode import fast_jpeg_decoder
 from cascade_train.data.decoding.framing import Box, Framing
-from cascade_train.data.loading.feed import FeedRequest, Loader
+from cascade_train.data.loading.feed import Loader
+from cascade_train.data.order.position import FeedRequest
 from cascade_train.data.webdataset import WebDataset
 
 WIDTH, HEIGHT = 1600, 1200

@@ -1,5 +1,6 @@
 """Ranks of torchrun on a set of pictures as users have it, and that ranks end in order."""
 
+import gzip
 import random
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.integration.runs import read_metrics, torchrun
+from tests.unit.data import tars
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -36,6 +38,22 @@ def test_lora_trains_on_two_ranks_on_two_shapes_from_a_tar_made_with_tar(tmp_pat
     assert (run / "checkpoints" / "step_8" / "manifest.json").is_file()
     assert (run / "samples" / "step_8" / "grid.png").is_file()
     assert (run / "export" / "lora" / "adapter_model.safetensors").is_file()
+
+
+def test_one_compressed_tar_trains_two_ranks_into_further_epochs_and_goes_on(tmp_path):
+    path = tars.write(tmp_path / "a.tar", tars.samples(range(13)))
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(path.read_bytes()))
+    options = ["task=lora", "model=c_tiny", "data=webdataset", "data.urls=a.tar.gz", "train.global_batch_size=4"]
+    options += ["train.micro_batch_size=1", "data.num_workers=1", "sample.every_steps=null"]
+    whole = torchrun(2, *options, "train.max_steps=8", "run.dir=whole", cwd=tmp_path, warm=True)
+    assert whole.returncode == 0, whole.stderr
+    for steps in (4, 8):
+        part = torchrun(2, *options, f"train.max_steps={steps}", "run.dir=part", cwd=tmp_path, warm=True)
+        assert part.returncode == 0, part.stderr
+    assert "skips the 4 samples that were seen" in part.stderr
+    losses = [[row["loss"] for row in read_metrics(tmp_path / run)] for run in ("whole", "part")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 8
 
 
 ENDINGS = """

@@ -85,8 +85,8 @@ def test_a_recipe_is_planned_in_time(recipe: str, needs: float, capsys, tmp_path
 
 
 def test_a_plan_says_what_the_run_then_does(tmp_path: Path):
-    """Steps, samples and size of a checkpoint, where epochs end before the steps and small shapes are dropped."""
-    own = ("task=finetune", "train.max_steps=50", "train.max_epochs=2", "data.leftover=drop", "data.samples=21")
+    """Steps, samples and size of a checkpoint, where epochs end before the steps."""
+    own = ("task=finetune", "train.max_steps=50", "train.max_epochs=2", "data.samples=21")
     more = ("data.num_workers=0", "checkpoint.keep_last=null", "ema.decay=0.9")
     found = plan(*SMALL, *own, *more)
     run = train(tmp_path / "run", *own, *more)

@@ -66,7 +66,7 @@ def test_a_run_on_a_prefix_and_a_pipe_goes_on_with_what_it_began_with(
     for name, content in (("0.tar", (folder / "0.tar").read_bytes()), ("1.tar.gz", squeezed(folder / "1.tar"))):
         client.put_object(Bucket=BUCKET, Key=f"set/{name}", Body=content)
     urls = f'data.urls=["pipe:cat {folder}/2.tar","{PREFIX}"]'
-    options = [*DATA, urls, "data.streams=2", "data.stream.buffer_samples=3", "checkpoint.every_steps=1"]
+    options = [*DATA, urls, "data.buffer_samples=3", "checkpoint.every_steps=1"]
     whole = train(folder / "whole", *options, "train.max_steps=2")
     part = train(folder / "part", *options, "train.max_steps=1")
     listed = json.loads((part / "listing.json").read_text())
@@ -75,7 +75,7 @@ def test_a_run_on_a_prefix_and_a_pipe_goes_on_with_what_it_began_with(
     train(part, *options, "train.max_steps=2")
     assert read_metrics(part) == read_metrics(whole)
     assert "holds 1 more tars than when the run began; they are not used" in caplog.text
-    assert "The data are 2 logical streams, since not all tars can be indexed" in caplog.text
+    assert "skips the 4 samples that were seen" in caplog.text
     files = [path for path in part.rglob("*") if path.is_file()]
     assert len(files) > 5
     assert not any(b"never-shown" in path.read_bytes() for path in files)

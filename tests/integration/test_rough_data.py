@@ -186,10 +186,6 @@ def test_a_batch_of_more_than_all_samples_is_refused(tmp_path, capfd):
     said = " ".join(capfd.readouterr().err.split())
     assert "train.global_batch_size=16 is more than the 10 samples to train on" in said
     assert not (tmp_path / "run").exists()
-    flushed = train(
-        tmp_path / "flushed", *few, "train.global_batch_size=16", "data.leftover=flush", "train.max_steps=1"
-    )
-    assert len(read_metrics(flushed)) == 1
 
 
 def test_a_run_or_cache_without_metadata_goes_on_with_the_key_that_a_refusal_names(tmp_path, capfd):

@@ -14,11 +14,13 @@ import numpy as np
 from cascade_train.batch import Batch, SampleTransform
 from cascade_train.data.index.rows import Index, first_names, rows_digest, split
 from cascade_train.data.index.selection import selected
-from cascade_train.data.loading.feed import Feed, FeedRequest, Loader
+from cascade_train.data.loading.feed import Feed, Loader
+from cascade_train.data.loading.stream_feed import StreamFeed
 from cascade_train.data.order.plan import permutation
-from cascade_train.data.order.position import ShapeGroups
+from cascade_train.data.order.position import FeedRequest, ShapeGroups
 from cascade_train.data.sample import most_unreadable, too_many_text
 from cascade_train.data.source import Source
+from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError, RunError
 
 _log = logging.getLogger(__name__)
@@ -52,7 +54,15 @@ class Rows:
         request = FeedRequest(
             index=self.index, rows=self.rows, rows_digest=self.digest, transform=self.transform, **options
         )
-        return self.source.own_feed(request) or Loader(self.source, request)
+        return feed_of(self.source, request)
+
+
+def feed_of(source: Source, request: FeedRequest) -> Feed:
+    """Make the feed of an opened source. Raises as `Loader` and `StreamFeed`."""
+    if request.index.rows_are_samples:
+        return Loader(source, request)
+    assert isinstance(source, WebDataset), "all other sources have an index"
+    return StreamFeed(source, request)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +101,13 @@ class DataSet:
                     )
 
     def check_batch(self, global_batch_size: int) -> None:
-        """Raise a ConfigError where a batch takes more than all training samples, unless it is filled up."""
+        """Raise a ConfigError where a batch takes more than all training samples."""
         count = len(self.training.rows)
-        is_known = self.training.index.rows_are_samples and self.training.source.leftover != "flush"
-        if is_known and global_batch_size > count:
+        if self.training.index.rows_are_samples and global_batch_size > count:
             raise ConfigError(
                 f"train.global_batch_size={global_batch_size} is more than the {count} samples to train on, so that"
                 f" each step would repeat them: set it to {count} or less, or say how often pictures come (multiply.txt"
-                " of a folder, data.repeats of a mixture); data.leftover=flush fills the batch with repeats of weight 0"
+                " of a folder, data.repeats of a mixture)"
             )
 
     def training_feed(self, **options: Any) -> Feed:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from cascade_train.data.buckets import Buckets, BucketTable
 from cascade_train.data.captions import Captions
@@ -26,9 +26,6 @@ from cascade_train.data.index.selection import (
 from cascade_train.data.sample import FileLimits, RawSample
 from cascade_train.errors import RunError
 from cascade_train.options import File, Free, Order, Positive, Share, check_fields, check_least
-
-if TYPE_CHECKING:
-    from cascade_train.data.loading.feed import Feed, FeedRequest
 
 
 @dataclass(kw_only=True)
@@ -56,7 +53,6 @@ class Source(abc.ABC):
     max_wait_seconds: Free[Positive[float | None]] = 600.0
     aspect_ratios: list[str | float] | str | None = None
     buckets: Buckets = field(default_factory=Buckets)
-    leftover: Order[Literal["carry", "drop", "flush"]] = "carry"
     replacement: Order[bool] = False
     num_examples_to_see: Free[Positive[int | None]] = None
     on_change: Free[Literal["refuse", "restart"]] = "refuse"
@@ -124,10 +120,6 @@ class Source(abc.ABC):
         if self.buckets.max_upscale is not None:
             selectors.append(lambda index: self.buckets.selection(index, table or self.bucket_table(index)))
         return selectors
-
-    def own_feed(self, request: FeedRequest) -> Feed | None:
-        """Return a feed of the source's own, where it cannot be indexed; None = `feed.Loader` over the index."""
-        return None
 
 
 @dataclass(kw_only=True)

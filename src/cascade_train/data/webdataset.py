@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,16 +16,13 @@ from cascade_train.data.index.rows import BEGINNING_BYTES, ROW_FIELDS, Index, ch
 from cascade_train.data.index.selection import RowSelector
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
-from cascade_train.data.stream import Stream, StreamSpec
+from cascade_train.data.stream import Streams
 from cascade_train.data.tar.files import Listings, Tar, check_urls, find_tars
 from cascade_train.data.tar.index import JoinedTars, reading_tars
 from cascade_train.data.tar.members import PARTS, raw_sample
 from cascade_train.data.tar.storage import ReadAhead, Store
 from cascade_train.errors import ConfigError
 from cascade_train.options import File, Free, Order, Positive
-
-if TYPE_CHECKING:
-    from cascade_train.data.loading.feed import Feed, FeedRequest
 
 _READ_ACROSS_BYTES = 64 * 1024  # parts of a sample closer than this are read at once
 _log = logging.getLogger(__name__)
@@ -40,8 +36,7 @@ class WebDataset(Source):
     index_dir: Free[str | None]
     row_filters: Order[list[list[Any]] | dict[str, str] | None]
     listing: Free[str | None] = None
-    streams: Order[Positive[int | None]] = None
-    stream: Order[StreamSpec] = field(default_factory=StreamSpec)
+    buffer_samples: Order[Positive[int]] = 256
 
     caption = PARTS["caption"]  # the extension of caption files, for sources that inherit
 
@@ -122,28 +117,19 @@ class WebDataset(Source):
             rows_are_samples=False,
         )
 
-    def own_feed(self, request: FeedRequest) -> Feed | None:
-        """Return a feed of streams where not every tar can be indexed; a ConfigError where `streams` does not fit."""
-        if request.index.rows_are_samples:
-            return None
-        from cascade_train.data.loading.stream_feed import (
-            MOST_STREAMS,
-            StreamFeed,
-            largest_divisor,
-        )  # torch, after `check`
-
-        rows, spec, count = request.rows.tolist(), self.stream, self.streams
-        if request.whole_epochs:  # a few samples to look at: nothing is mixed or counted
-            spec, count = replace(spec, buffer_samples=1), None
-        if count is None:
-            count = largest_divisor(request.global_batch_size, min(len(rows), MOST_STREAMS))
-        if count > len(rows):
-            raise ConfigError(
-                f"data.streams={count} is more than the {len(rows)} tars: each stream needs one; null fits"
-            )
-        deal = partial(Stream, self._tars, rows, streams=count, seed=request.seed, spec=spec, filters=self._filters)
-        streams = [deal(number=number, keeps_json=self.captions.needs_values) for number in range(count)]
-        return StreamFeed(self, request, streams)
+    def streams(self, rows: Sequence[int], seed: int, *, mixed: bool) -> Streams:
+        """Some of the tars, by row of the index, as streams; samples that are not mixed come as they are read."""
+        limits = [size for size in (self.max_file_mib, self.max_text_kib and self.max_text_kib / 1024) if size]
+        return Streams(
+            tars=self._tars,
+            rows=rows,
+            seed=seed,
+            buffer_samples=self.buffer_samples if mixed else 1,
+            filters=self._filters,
+            needed=self.needed,
+            keeps_json=self.captions.needs_values,
+            max_file_bytes=int(max(limits) * 2**20) if len(limits) == 2 else None,
+        )
 
     def selectors(self) -> list[RowSelector]:
         """See `Source.selectors`; of streams, whose rows are tars, all take part."""

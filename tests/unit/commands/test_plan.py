@@ -59,14 +59,12 @@ def test_the_data_is_looked_at_where_it_is(capsys, tmp_path: Path):
     assert "1 of 1 training sizes have fewer samples than a global batch of 12" in text
     assert "train.global_batch_size=12 cannot be split over 8 ranks." in text
     assert "Data     not opened\n" in planned(capsys, *arguments, "train.global_batch_size=12", "samples=false")
-    long = ("model.text_encoder.long_captions=true", "data.leftover=flush", "train.max_epochs=4")
+    long = ("model.text_encoder.long_captions=true", "train.max_epochs=4")
     text = planned(capsys, *arguments, *long, "train.global_batch_size=2")
     assert "1 of 3 captions have more than 68 tokens and are cut." in text
-    assert "Length   8 steps of 2: 16 samples\nData     3 samples, 4 epochs; 96x96: 3" in text
+    assert "Length   6 steps of 2: 12 samples\nData     3 samples, 4 epochs; 96x96: 3" in text
     assert launch(["inspect", *arguments, *long, f"out={tmp_path}/page.html"]) == 0
     assert "1 captions have more than 68 tokens, by the packaged tokenizer: " in capsys.readouterr().out
-    assert launch(["plan", *arguments, "data.leftover=drop", "train.global_batch_size=12"]) == 2
-    assert "data.leftover=drop would drop every sample" in capsys.readouterr().err
 
 
 def test_checkpoints_in_epochs_are_counted_in_steps(capsys):

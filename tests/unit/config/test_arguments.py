@@ -126,8 +126,7 @@ def test_a_source_says_which_of_its_options_a_continued_run_may_change() -> None
     shapes = free_keys(to_plain(composed("model=c_tiny", "task=finetune")))
     assert shapes == FREE_OF_EVERY_SOURCE | {"model.kernels"}
     tars = free_keys(to_plain(composed("model=c_tiny", "task=finetune", "data=webdataset", "data.urls=a.tar")))
-    stream = {"data.stream.timeout_seconds", "data.stream.max_file_mib"}
-    assert tars == FREE_OF_EVERY_SOURCE | stream | {"data.index_dir", "data.listing", "model.kernels"}
+    assert tars == FREE_OF_EVERY_SOURCE | {"data.index_dir", "data.listing", "model.kernels"}
 
 
 def test_the_parts_of_a_mixture_say_it_too() -> None:

@@ -91,7 +91,7 @@ def test_attribute_docs_include_inherited_fields():
 
 
 NODES = {"Regularised.source", "Regularised.regularisation", "NetworkFilter.network"}
-INHERITED = {"ClassTars.listing", "ClassTars.streams", "ClassTars.stream"}
+INHERITED = {"ClassTars.listing", "ClassTars.buffer_samples"}
 """Options that are nodes of their own, and those that no file of the group names."""
 
 

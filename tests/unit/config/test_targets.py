@@ -174,7 +174,7 @@ ATTACKS = (
     "torch.multiprocessing.spawn",
     "torch.nn.modules.module.torch.hub.load",
     "torch.optim.Nothing",
-    "cascade_train.data.stream.stream_samples",
+    "cascade_train.data.stream.read_tar",
     "cascade_train.data.stream.subprocess.run",
     "torch.optim.adamw.torch.hub.load",
     "cascade_train.engine.optimizer.Any",

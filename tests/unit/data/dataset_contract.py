@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from cascade_train.batch import Batch
-from cascade_train.data.loading.feed import FeedRequest, Loader
+from cascade_train.data.data_set import feed_of
+from cascade_train.data.order.position import FeedRequest
 from cascade_train.data.source import Source
 
 GLOBAL_BATCH_SIZE = 8
@@ -34,7 +35,7 @@ def loading(source: Source, **options: Any) -> Iterator[Any]:
         "ranks": 1,
     }
     request = FeedRequest(index=index, **{**defaults, **options})
-    feed = source.own_feed(request) or Loader(source, request)
+    feed = feed_of(source, request)
     feed.seek(position)
     try:
         yield feed

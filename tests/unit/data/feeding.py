@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cascade_train.data.stream import StreamSpec
 from cascade_train.data.webdataset import WebDataset
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import loading
@@ -31,7 +30,7 @@ def urls(folder: Path) -> list[str]:
 
 def streamed(given: Any, **options: Any) -> WebDataset:
     """Make a source of streams with small blocks."""
-    return tars.webdataset(given, **{"stream": StreamSpec(buffer_samples=4), "crop": "random", **options})
+    return tars.webdataset(given, **{"buffer_samples": 4, "crop": "random", **options})
 
 
 feeding = partial(loading, global_batch_size=6)

@@ -158,7 +158,7 @@ def test_pictures_without_a_header_are_named_at_the_start_and_too_many_stop_it_u
 
 def test_a_picture_that_is_alone_in_its_shape_has_a_stand_in_of_another(tmp_path: Path) -> None:
     files = [*tars.samples(range(7)), ("bad.png", b"no header, which counts as square"), ("bad.txt", b"text")]
-    ratios = {"aspect_ratios": ["1/1", "5/4"], "buckets": Buckets(multiple_px=8), "image_size": 64, "leftover": "flush"}
+    ratios = {"aspect_ratios": ["1/1", "5/4"], "buckets": Buckets(multiple_px=8), "image_size": 64}
     data = open_data_set(tars.webdataset(tars.write(tmp_path / "a.tar", files), **ratios), share=None, held_out=None)
     assert data.training.shapes.tolist() == [7, 1]
     feed = data.training_feed(seed=0, global_batch_size=4, **ONE_RANK)

@@ -27,7 +27,7 @@ from tests.unit.data.test_shapes import shapes
         (("max_file_mib", "max_pixels", "max_text_kib"), 0, "must be greater than 0; give a larger .*, or null$"),
         (("max_wait_seconds", "num_examples_to_see"), 0, "must be greater than 0; give a larger .*, or null$"),
         (("flip_prob", "max_unreadable_share"), -0.1, r"must lie in \[0.0, 1.0\]"),
-        (("crop", "leftover", "on_change", "worker_start"), "other", "is unknown; choose one of "),
+        (("crop", "on_change", "worker_start"), "other", "is unknown; choose one of "),
         (("num_workers",), -1, "must be at least 0: 0 reads in the training process"),
         (("aspect_ratios",), "square", "is no preset"),
     ],

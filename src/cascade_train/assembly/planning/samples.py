@@ -40,7 +40,6 @@ class Samples:
         saved_steps: between checkpoints, where `checkpoint.every_epochs` counts these.
         notes: why they are unknown, or what opening the data logged, such as how many samples a filter keeps.
         buckets: height and width in pixels of each training size, and its number of samples, most first.
-        leftover: `data.leftover`.
         long: of `read` captions, how many have more than `max_tokens` tokens, start and end included.
         can_take_more: whether the text encoder would take more, as long captions.
     """
@@ -51,7 +50,6 @@ class Samples:
     saved_steps: int | None = None
     notes: Sequence[str] = ()
     buckets: Sequence[tuple[int, int, int]] = ()
-    leftover: str = "carry"
     long: int = 0
     read: int = 0
     max_tokens: int = 77
@@ -68,11 +66,10 @@ class Samples:
     def warnings(self, global_batch_size: int) -> Iterator[str]:
         """Yield what is worth a warning."""
         small = [count for *_, count in self.buckets if count < global_batch_size]
-        if small and self.leftover != "flush":
-            what = "never come" if self.leftover == "drop" else "come with those of later epochs"
+        if small:
             yield (
                 f"{len(small)} of {len(self.buckets)} training sizes have fewer samples than a global batch of"
-                f" {global_batch_size}: theirs {what} (data.leftover={self.leftover})."
+                f" {global_batch_size}: theirs come with those of later epochs."
             )
         if self.long:
             remedy = "; model.text_encoder.long_captions=true takes three times as many" if self.can_take_more else ""
@@ -109,15 +106,13 @@ def _look(cfg: DictConfig, log: Sequence[str], *, ranks: int) -> Samples:
     part = data.training
     if not part.index.rows_are_samples:
         return Samples(steps=steps, notes=["streamed, number of samples unknown"])
-    carries = source.leftover == "carry"
     known = {
         "count": len(part.rows),
         "steps": steps,
         "saved_steps": saved_steps,
-        "epoch_steps": len(part.rows) / batch["global_batch_size"] if carries else float(feed.steps_of_epochs(1)),
+        "epoch_steps": len(part.rows) / batch["global_batch_size"],
         "notes": log,
         "buckets": _sizes(part),
-        "leftover": source.leftover,
     }
     return Samples(**known, **({} if source.is_cache else _lengths(cfg, part)))
 
@@ -191,7 +186,7 @@ def make_report(cfg: DictConfig, *, read: int | None, pictures: int) -> Report:
         except RunError as error:  # a page about data too damaged for a batch is worth having
             batch = None
             logging.getLogger("cascade_train.data").warning("No batch could be made: %s", error)
-    encoder, is_dropped = cfg.model.get("text_encoder") or {}, cfg.data.get("leftover") == "drop"
+    encoder = cfg.model.get("text_encoder") or {}
     count = _counter(encoder)
     return Report(
         title=f"Data of {cfg.data._target_.rpartition('.')[2]}, for pictures of {cfg.data.image_size} pixels",
@@ -203,7 +198,6 @@ def make_report(cfg: DictConfig, *, read: int | None, pictures: int) -> Report:
         counted_by=count.name,
         log=tuple(log),
         batch=batch,
-        unfilled=int((data.training.shapes % cfg.train.global_batch_size).sum()) if is_dropped else 0,
     )
 
 

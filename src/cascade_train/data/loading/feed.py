@@ -9,46 +9,19 @@ import abc
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Sampler
 
-from cascade_train.batch import Batch, SampleTransform, Unreadable
-from cascade_train.data.index.rows import Index, rows_digest
+from cascade_train.batch import Batch, Unreadable
 from cascade_train.data.loading.worker import MicroBatches, Results
 from cascade_train.data.order.plan import Step
-from cascade_train.data.order.position import Order
+from cascade_train.data.order.position import FeedRequest, Order
 from cascade_train.data.sample import FEW, by_reason, most_unreadable, too_many_text
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError, RunError
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class FeedRequest:
-    """The samples of one rank's feed, and how they are batched."""
-
-    index: Index  # what `Source.open` returned
-    rows: np.ndarray  # those of the index that take part, sorted
-    seed: int  # the run's
-    global_batch_size: int  # samples of one optimizer step over all ranks
-    micro_batch_size: int  # samples of one forward pass on one rank
-    rank: int  # this process, from 0
-    ranks: int
-    rows_digest: str = ""  # that of `rows_digest`; empty = computed
-    transform: SampleTransform | None = None  # what the workers make of each picture for the task
-    whole_epochs: bool = False
-    """Every sample comes once an epoch in its own shape, whatever the source's leftover, replacement and random_share;
-    what fills up a batch has weight 0. For validation and for showing."""
-    gather: Callable[[Any], list[Any]] | None = None
-    """Collects a value of every rank, in rank order, for streams; None = one rank."""
-
-    def __post_init__(self) -> None:
-        if not self.rows_digest:
-            object.__setattr__(self, "rows_digest", rows_digest(self.rows))
 
 
 class Feed(abc.ABC):

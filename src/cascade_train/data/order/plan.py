@@ -17,7 +17,6 @@ from typing import Literal
 import numpy as np
 
 from cascade_train.data.buckets import BucketTable
-from cascade_train.errors import ConfigError
 
 ORDER_VERSION = 1
 
@@ -217,13 +216,12 @@ class Plan:
     """Global batches by position, the same on every rank.
 
     `leftover` decides on samples that fill no global batch of their bucket before the epoch ends: `carry` = they open
-    the bucket's next batch, `drop` = they are left out, `flush` = they are a step, filled up by samples of weight 0. A
-    ConfigError where all would be dropped.
+    the bucket's next batch, `flush` = they are a step, filled up by samples of weight 0.
     """
 
     layouts: Layouts  # the epochs' samples
     global_batch_size: int  # samples of one optimizer step over all ranks
-    leftover: Literal["carry", "drop", "flush"]
+    leftover: Literal["carry", "flush"]
     start: Start = Start()  # where the plan begins
 
     def __post_init__(self) -> None:
@@ -232,11 +230,6 @@ class Plan:
         self._drawn, self._firsts = [none_K], [self.start.position]
         self._epoch = functools.lru_cache(maxsize=3)(self._cut)
         self._window = functools.lru_cache(maxsize=3)(self._complete)
-        if self.leftover == "drop" and self.steps_in(self.start.epoch + 1) == 0:
-            raise ConfigError(
-                "data.leftover=drop would drop every sample: no bucket holds as many as"
-                f" train.global_batch_size={self.global_batch_size}. Choose carry or flush, or a smaller batch"
-            )
 
     def step(self, position: int) -> Step:
         """Return the global batch at `position`, counted from the run's first."""

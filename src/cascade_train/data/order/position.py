@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import numpy as np
 
+from cascade_train.batch import SampleTransform
 from cascade_train.data.buckets import BucketTable
-from cascade_train.data.index.rows import Index, changed_content
+from cascade_train.data.index.rows import Index, changed_content, rows_digest
 from cascade_train.data.order.plan import ORDER_VERSION, Groups, Layouts, Plan, Start, Step, group, shard_numbers
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cascade_train.data.loading.feed import FeedRequest
 
 _REMEDIES = {
     "metadata": "captions came from elsewhere than these metadata files; put them back, or set data.metadata=false",
@@ -31,12 +29,35 @@ _REMEDIES = {
     "seed": "set run.seed back",
     "window": "set data.shuffle_window_shards back",
     "buckets": "set data.aspect_ratios and data.buckets back",
-    "leftover": "set data.leftover back",
     "replacement": "set data.replacement back",
     "order": "this version of the library orders samples in another way; use the version that wrote the checkpoint",
 }
 _AT_ONCE = 2**20
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FeedRequest:
+    """The samples of one rank's feed, and how they are batched."""
+
+    index: Index  # what `Source.open` returned
+    rows: np.ndarray  # those of the index that take part, sorted
+    seed: int  # the run's
+    global_batch_size: int  # samples of one optimizer step over all ranks
+    micro_batch_size: int  # samples of one forward pass on one rank
+    rank: int  # this process, from 0
+    ranks: int
+    rows_digest: str = ""  # that of `rows_digest`; empty = computed
+    transform: SampleTransform | None = None  # what the workers make of each picture for the task
+    whole_epochs: bool = False
+    """Every sample comes once an epoch in its own shape, whatever the source's replacement and random_share;
+    what fills up a batch has weight 0. For validation and for showing."""
+    gather: Callable[[Any], list[Any]] | None = None
+    """Collects a value of every rank, in rank order, for streams; None = one rank."""
+
+    def __post_init__(self) -> None:
+        if not self.rows_digest:
+            object.__setattr__(self, "rows_digest", rows_digest(self.rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +105,7 @@ class Order:
         self._index, self._rows = index, rows = request.index, request.rows
         self._on_change, self._max_upscale = source.on_change, source.buckets.max_upscale
         self._global_batch_size = request.global_batch_size
-        self._leftover = "flush" if request.whole_epochs else source.leftover
+        self._leftover: Literal["carry", "flush"] = "flush" if request.whole_epochs else "carry"
         replacement = source.replacement and not request.whole_epochs
         random_share = 0.0 if request.whole_epochs else source.buckets.random_share
         self._shapes_of_rows = shapes = ShapeGroups.of(source, index, rows, request.rows_digest)
@@ -108,7 +129,6 @@ class Order:
             "metadata": index.metadata,
             "filters": index.filters,
             "buckets": f"{shapes.buckets.identity}/{random_share:g}" if len(shapes.buckets.sizes_K2) > 1 else "",
-            "leftover": "" if self._leftover == "carry" else self._leftover,
             "replacement": "true" if replacement else "",
         }
         self._identity = {name: value for name, value in identity.items() if value}
@@ -191,12 +211,11 @@ class Order:
             count_K = self._layouts.own.sizes
             lines.append(f"Samples by height x width: {self._shapes(count_K, np.argsort(-count_K, kind='stable'))}.")
             slow = np.flatnonzero((count_K > 0) & (count_K < self._global_batch_size))
-            if len(slow) and self._leftover != "flush":
-                what = "never come" if self._leftover == "drop" else "come only once several epochs filled one"
+            if len(slow) and self._leftover == "carry":
                 lines.append(
                     f"These shapes hold fewer samples than a global batch of {self._global_batch_size}, so that theirs"
-                    f" {what}: {self._shapes(count_K, slow)}. List fewer data.aspect_ratios, lower"
-                    " train.global_batch_size, or set data.leftover=flush."
+                    f" come only once several epochs filled one: {self._shapes(count_K, slow)}. List fewer"
+                    " data.aspect_ratios, or lower train.global_batch_size."
                 )
         return lines
 

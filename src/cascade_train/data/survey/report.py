@@ -63,7 +63,6 @@ class Report:
     log: tuple[str, ...]  # what was logged when the data was opened: what is left out, how many each filter keeps
     batch: Batch | None  # some samples of one training size; None = none could be made
     max_unreadable_share: float = 1.0  # of the samples, above which a run stops
-    unfilled: int = 0  # samples of an epoch that fill no batch of their shape and are dropped
 
     def counts(self) -> list[str]:
         """How many samples there are, and what their captions are like, in lines."""
@@ -118,12 +117,6 @@ class Report:
                 chosen.much,
                 chosen.cropped if chosen.much else 0.0,
                 better if fewer else "",
-            ),
-            "unfilled": Finding(
-                "samples fill no batch of their shape and are dropped, other ones each epoch",
-                self.unfilled,
-                self.unfilled / max(1, survey.samples),
-                "data.leftover=carry trains them in the next epoch",
             ),
         }
 

@@ -38,7 +38,15 @@ _HIDDEN = re.compile(r"\.step_(\d+)\.(saving|replaced|deleting|slimming)")
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
-_INTEGERS = ("step", "facts.step", "facts.samples_seen", "facts.max_steps", "facts.data.position")
+_INTEGERS = (
+    "step",
+    "facts.step",
+    "facts.samples_seen",
+    "facts.max_steps",
+    "facts.data.position",
+    "facts.data.epoch",
+    "facts.data.taken",
+)
 _MAPPINGS = ("facts", "facts.data", "facts.losses", "facts.best", "facts.data.start")
 TYPES: dict[str, Any] = {
     **dict.fromkeys(_MAPPINGS, dict),  # before what they contain
@@ -46,7 +54,7 @@ TYPES: dict[str, Any] = {
     **dict.fromkeys(("has_optimizer", "facts.finished"), bool),
     **dict.fromkeys(("name", "weights", "facts.tracker_run_id"), str | None),
     **dict.fromkeys(("facts.data.identity", "facts.data.content", "facts.best.metric"), str),
-    **{"facts.data.streams": list, "facts.best.value": int | float},
+    **{"facts.data.dealt": str, "facts.best.value": int | float},
 }
 """Types of what the loop writes and later relies on; not all of it is in every manifest."""
 

@@ -10,7 +10,6 @@ import pytest
 from cascade_train.data.buckets import Buckets
 from cascade_train.data.index.rows import ROW_FIELDS
 from cascade_train.data.order.plan import Layouts, Plan, Start, Step, group, permutation, random_words, shard_numbers
-from cascade_train.errors import ConfigError
 
 SHARDS = np.repeat(np.arange(10), [5, 1, 7, 3, 9, 2, 8, 4, 6, 5])
 LAYOUT = ("shards", "rows", "seed", "window_shards", "replacement", "ratios", "sizes", "random_share")
@@ -81,7 +80,6 @@ def test_the_order_is_frozen() -> None:
     ("changed", "expected"),
     [
         ({}, "96880df59554bf1e"),
-        ({"leftover": "drop"}, "3d3ed71b2b1c8c84"),
         ({"leftover": "flush"}, "803a1152c4191994"),
         ({"random_share": 0.2}, "6d2fbbc01c37b51a"),
         ({"replacement": True}, "4cc44d9131dc2765"),
@@ -104,7 +102,7 @@ def test_the_batch_size_does_not_change_the_order() -> None:
     assert stream(plan(global_batch_size=10), 20) == stream(plan(global_batch_size=4), 50)
 
 
-@pytest.mark.parametrize("leftover", ["carry", "drop", "flush"])
+@pytest.mark.parametrize("leftover", ["carry", "flush"])
 @pytest.mark.parametrize("changed", [{}, mixed(90), {**mixed(90), "random_share": 0.3}, {"replacement": True}])
 def test_any_position_is_found_without_the_ones_before(leftover: str, changed: dict[str, Any]) -> None:
     whole = plan(leftover=leftover, **changed)
@@ -114,31 +112,10 @@ def test_any_position_is_found_without_the_ones_before(leftover: str, changed: d
         assert pairs(whole.step(position)) == steps[position]
 
 
-def test_samples_mix_within_windows_of_shards_only() -> None:
-    rows = [row for epoch, row in stream(plan(global_batch_size=50), 1) if epoch == 0]
-    order = permutation(10, 0, 0, "shards")
-    begin = 0
-    for window in (order[:3], order[3:6], order[6:9], order[9:]):
-        size = int(np.isin(SHARDS, window).sum())
-        drawn = rows[begin : begin + size]
-        assert set(SHARDS[drawn]) == set(window.tolist())
-        assert drawn != sorted(drawn)
-        begin += size
-
-
 def test_a_subset_of_rows_is_kept() -> None:
     rows = np.array([0, 3, 5, 17, 18, 44, 49])
     drawn = stream(plan(rows=rows), 3)
     assert [sorted(row for epoch, row in drawn if epoch == e) for e in range(3)] == [rows.tolist()] * 3
-
-
-def test_a_step_has_one_size_and_parts() -> None:
-    step = plan().step(0)
-    assert (step.height, step.width, step.weights) == (64, 64, None)
-    assert step.rows.dtype == step.epochs.dtype == np.int64
-    part = step.part(2, 5)
-    assert part.rows.tolist() == step.rows[2:5].tolist()
-    assert (len(part.epochs), part.height, part.width) == (3, 64, 64)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -168,20 +145,15 @@ def test_steps_come_as_soon_as_their_bucket_holds_a_batch() -> None:
     assert [whole.epoch_of(whole.first_step(epoch)) for epoch in range(5)] == list(range(5))
 
 
-def test_leftovers_are_dropped_or_flushed_with_weight_zero_for_what_fills_up() -> None:
+def test_leftovers_are_flushed_with_weight_zero_for_what_fills_up() -> None:
     options = mixed(100)
     counts = np.bincount(bucket_of(options))
-    dropping, flushing = (plan(leftover=leftover, **options) for leftover in ("drop", "flush"))
+    flushing = plan(leftover="flush", **options)
     assert (counts % 7 > 0).any()
-    assert dropping.first_step(3) == 3 * int((counts // 7).sum())
     assert flushing.first_step(3) == 3 * int(np.ceil(counts / 7).sum())
     for epoch in range(3):
         positions = range(flushing.first_step(epoch), flushing.first_step(epoch + 1))
         assert sorted(p for n in positions for p in pairs(flushing.step(n))) == [(epoch, r) for r in range(100)]
-        dropped = range(dropping.first_step(epoch), dropping.first_step(epoch + 1))
-        drawn = [pair for position in dropped for pair in pairs(dropping.step(position))]
-        assert len(set(drawn)) == len(drawn) == 7 * len(dropped)
-        assert {e for e, _ in drawn} == {epoch}
     short = [s for s in map(flushing.step, range(flushing.first_step(1))) if s.weights is not None]
     assert {len(step.rows) for step in short} == {7}
     for step in short:
@@ -192,19 +164,14 @@ def test_leftovers_are_dropped_or_flushed_with_weight_zero_for_what_fills_up() -
         assert step.part(count - 1, 7).weights.tolist() == step.weights[count - 1 :].tolist()  # type: ignore[union-attr]
 
 
-def test_dropping_everything_is_refused() -> None:
-    with pytest.raises(ConfigError, match="leftover=drop would drop every sample: no bucket holds as many as"):
-        plan(leftover="drop", global_batch_size=51)
-
-
-@pytest.mark.parametrize("leftover", ["carry", "drop", "flush"])
+@pytest.mark.parametrize("leftover", ["carry", "flush"])
 @pytest.mark.parametrize("seed", range(6))
 def test_another_batch_size_continues_without_repeats_or_losses(leftover: str, seed: int) -> None:
     generator = np.random.default_rng(seed)
     count = int(generator.integers(30, 130))
     options = mixed(count, seed) | ({"random_share": 0.3} if seed % 3 == 2 else {})
     sizes = [int(size) for size in generator.integers(1, 9, size=4)]
-    start, drawn, dropped = Start(), [], 0
+    start, drawn = Start(), []
     for size in sizes:
         now = plan(leftover=leftover, global_batch_size=size, start=start, **options)
         stop = start.position + int(generator.integers(0, 3 * count // 2 // size))
@@ -220,9 +187,6 @@ def test_another_batch_size_continues_without_repeats_or_losses(leftover: str, s
         assert not missing
     if leftover == "carry":
         assert len(set(missing) - rest) < 4 * 9, "only what waits in a bucket is not there yet"
-    if leftover == "drop":
-        dropped = Counter(epoch for epoch, _ in missing).most_common(1)[0][1] if missing else 0
-        assert dropped < 7 * 9
     assert not rest & set(drawn)
 
 
