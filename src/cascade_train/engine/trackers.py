@@ -1,4 +1,4 @@
-"""How each tracker is started, and the calls of its library that show a run.
+"""How each tracker is started, and the calls that show a run: by hand for tensorboard and wandb, else by accelerate.
 
 A library is imported only when its tracker is chosen. Its own recording of command line, environment and output is
 switched off: they could contain secrets.
@@ -6,11 +6,12 @@ switched off: they could contain secrets.
 
 from __future__ import annotations
 
+import logging
 import os
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from PIL import Image
 
 from cascade_train.engine.run.config_difference import flatten
 from cascade_train.files.durable import to_yaml
-from cascade_train.files.untrusted import read_regular
 
 Values = dict[str, Any]
 
@@ -45,7 +45,7 @@ class Destination:
 class Calls:
     """What shows a started run, see the methods of `Tracker`; None = the tracker has no such call.
 
-    `rewind` is for trackers that would show a repeated step twice; `alert` gets Finished, Stopped or Failed.
+    `rewind` expects steps once more; `alert` gets Finished, Stopped or Failed.
     """
 
     run_id: str | None = None
@@ -55,179 +55,6 @@ class Calls:
     note: Callable[[str], object] | None = None
     alert: Callable[[str, str], object] | None = None
     finish: Callable[[], object] | None = None
-
-
-def aim(target: Destination, config: Values) -> Calls:
-    """Start a run in the Aim repository of the current folder, or of its own. `aim-watcher` passes alerts on."""
-    import aim
-
-    if target.offline:
-        target.folder.mkdir(exist_ok=True)
-    run: Any = aim.Run(
-        target.run_id,
-        repo=str(target.folder) if target.offline else None,
-        experiment=target.project,
-        force_resume=target.run_id is not None,  # of a run that was killed
-        system_tracking_interval=None,
-        capture_terminal_logs=False,
-    )
-    run.name, run["config"] = target.name, config
-    return Calls(
-        run_id=run.hash,
-        numbers=lambda values, step: [run.track(value, name=name, step=step) for name, value in values.items()],
-        image=lambda name, path, step: run.track(aim.Image(str(path)), name=name, step=step),
-        note=run.log_info,
-        alert=lambda title, text: (run.log_error if title == "Failed" else run.log_info)(f"{title}: {text}"),
-        finish=run.close,
-    )
-
-
-def clearml(target: Destination, config: Values) -> Calls:
-    """Start a task of ClearML, or a session to import later."""
-    from clearml import Task
-
-    if target.offline:
-        os.environ["CLEARML_CACHE_DIR"] = str(target.folder)
-    Task.set_offline(target.offline)
-    task: Any = Task.init(
-        target.project,
-        target.name,
-        reuse_last_task_id=target.run_id or False,
-        continue_last_task=False if target.run_id is None else 0,  # 0: a step keeps its number
-        auto_connect_arg_parser=False,
-        auto_connect_frameworks={"detect_repository": False},
-        auto_resource_monitoring=False,
-        auto_connect_streams=False,
-    )
-    task.connect_configuration(config, name="config")
-    shown = task.get_logger()
-    return Calls(
-        run_id=task.id,
-        numbers=lambda values, step: [shown.report_scalar(name, "run", value, step) for name, value in values.items()],
-        image=lambda name, path, step: shown.report_image(name, "run", step, local_path=str(path)),
-        note=lambda text: task.set_comment(f"{task.comment or ''}\n{text}"),
-        alert=lambda title, text: task.mark_failed(status_message=text) if title == "Failed" else None,
-        finish=task.close,
-    )
-
-
-def comet(target: Destination, config: Values) -> Calls:
-    """Start an experiment of Comet, or an archive to upload later. Alerts are mails, if the account allows them."""
-    os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"  # else it changes other libraries
-    import comet_ml
-
-    recorded = "log_code log_graph log_git_metadata log_git_patch log_env_details parse_args"
-    quiet = dict.fromkeys(f"{recorded} auto_output_logging auto_param_logging auto_metric_logging".split(), False)
-    run: Any = comet_ml.start(
-        workspace=target.entity,
-        project_name=target.project,
-        experiment_key=target.run_id,
-        online=not target.offline,
-        experiment_config=comet_ml.ExperimentConfig(
-            name=target.name, offline_directory=str(target.folder), display_summary_level=0, **quiet
-        ),
-    )
-    run.log_parameters(config)
-    return Calls(
-        run_id=run.get_key(),
-        numbers=lambda values, step: run.log_metrics(values, step=step),
-        image=lambda name, path, step: run.log_image(str(path), name=name, step=step),
-        note=run.log_text,
-        alert=lambda title, text: run.send_notification(f"{title}: {text}", title.lower()),
-        finish=run.end,
-    )
-
-
-def dvclive(target: Destination, config: Values) -> Calls:
-    """Write the tables and images of DVCLive."""
-    from dvclive import Live
-
-    if target.offline:
-        os.environ["DVC_STUDIO_OFFLINE"] = "true"
-    live: Any = Live(str(target.folder), resume=True, save_dvc_exp=False, dvcyaml=None)
-    live.log_params(config)
-
-    def numbers(values: Values, step: int) -> None:
-        live.step = step
-        for name, value in values.items():
-            live.log_metric(name, value)
-        live.sync()
-
-    def rewind(step: int) -> None:
-        for table in target.folder.glob("plots/metrics/**/*.tsv"):
-            header, *rows = read_regular(table).decode().splitlines(keepends=True)
-            table.write_text(header + "".join(row for row in rows if int(row.split("\t")[0]) <= step))
-
-    return Calls(
-        numbers=numbers,
-        image=lambda name, path, step: live.log_image(f"{name}/{step}.png", str(path)),
-        rewind=rewind,
-        finish=live.end,
-    )
-
-
-def mlflow(target: Destination, config: Values) -> Calls:
-    """Start a run on MLflow's server or in the store of its settings, or in a database of its own."""
-    from mlflow import MlflowClient, entities
-
-    store, artifacts = None, None
-    if target.offline:
-        target.folder.mkdir(exist_ok=True)
-        store, artifacts = f"sqlite:///{target.folder}/mlflow.db", (target.folder / "artifacts").as_uri()
-    client: Any = MlflowClient(store)
-    existing = client.get_experiment_by_name(target.project)
-    group = existing.experiment_id if existing else client.create_experiment(target.project, artifacts)
-    run_id = target.run_id or client.create_run(group, run_name=target.name).info.run_id
-    if not target.beside:
-        client.update_run(run_id, status="RUNNING")
-    client.log_dict(run_id, config, "config.yaml")
-    settings = [entities.Param(key, str(value)[:500]) for key, value in flatten(config).items()]
-    for begin in range(0, len(settings) if target.run_id is None else 0, 100):  # they never change
-        client.log_batch(run_id, params=settings[begin : begin + 100])
-
-    def numbers(values: Values, step: int) -> None:
-        now = int(1000 * time.time())
-        client.log_batch(run_id, [entities.Metric(name, value, now, step) for name, value in values.items()])
-
-    def note(text: str) -> None:
-        before = client.get_run(run_id).data.tags.get("mlflow.note.content", "")
-        client.set_tag(run_id, "mlflow.note.content", f"{before}\n\n{text}".strip())
-
-    states = {"Finished": "FINISHED", "Stopped": "KILLED", "Failed": "FAILED"}
-    return Calls(
-        run_id=run_id,
-        numbers=numbers,
-        image=lambda name, path, step: client.log_image(run_id, read_image(path), key=name, step=step),
-        note=note,
-        alert=lambda title, text: client.set_terminated(run_id, states[title]),
-    )
-
-
-def swanlab(target: Destination, config: Values) -> Calls:
-    """Start an experiment of SwanLab, or files to sync later."""
-    import swanlab
-
-    probe = dict.fromkeys(("hardware", "runtime", "requirements", "git", "monitor"), False)
-    run: Any = swanlab.init(
-        project=target.project,
-        workspace=target.entity,
-        name=target.name,
-        log_dir=str(target.folder),
-        mode="offline" if target.offline else "online",
-        id=target.run_id,
-        resume="allow",
-        config=config,
-        settings=swanlab.Settings(interactive=False, probe=probe, terminal={"proxy_type": "none"}),
-    )
-    run._is_main_thread = False  # a thread finishes it, which may not put back the handler that it set for Ctrl-C
-    end = {"Finished": "success", "Stopped": "aborted", "Failed": "crashed"}
-    return Calls(
-        run_id=run.id,
-        numbers=lambda values, step: run.log(values, step=step),
-        image=lambda name, path, step: run.log({name: swanlab.Image(read_image(path))}, step=step),
-        alert=lambda title, text: run.finish(end[title], None if title == "Finished" else text),
-        finish=lambda: run.finish() if run.alive else None,
-    )
 
 
 def tensorboard(target: Destination, config: Values) -> Calls:
@@ -252,31 +79,6 @@ def tensorboard(target: Destination, config: Values) -> Calls:
         rewind=rewind,
         note=lambda text: writers[-1].add_text("note", text),
         finish=lambda: writers[-1].close(),
-    )
-
-
-def trackio(target: Destination, config: Values) -> Calls:
-    """Start a run in trackio's local store, or where its variables say; TRACKIO_WEBHOOK_URL gets alerts."""
-    for key in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL") if target.offline else ():
-        os.environ.pop(key, None)
-    import trackio
-
-    run: Any = trackio.init(
-        target.project,
-        target.run_id or f"{target.name}-{uuid.uuid4().hex[:8]}",  # runs are found by names, which must differ
-        config=config,
-        resume="never" if target.run_id is None else "allow",
-        embed=False,
-        auto_log_gpu=False,
-        auto_log_cpu=False,
-    )
-    levels = trackio.AlertLevel
-    return Calls(
-        run_id=run.name,
-        numbers=lambda values, step: run.log(values, step=step),
-        image=lambda name, path, step: run.log({name: trackio.Image(read_image(path))}, step=step),
-        alert=lambda title, text: run.alert(title, text, levels.ERROR if title == "Failed" else levels.INFO),
-        finish=run.finish,
     )
 
 
@@ -313,8 +115,116 @@ def wandb(target: Destination, config: Values) -> Calls:
     )
 
 
+LIBRARIES = {name: name for name in ("aim", "clearml", "dvclive", "mlflow", "swanlab", "trackio")} | {
+    "comet": "comet_ml"
+}
+"""Trackers of accelerate, by their names in `tracker=`: what accelerate calls them."""
+
+
+class _Logger(logging.LoggerAdapter[logging.Logger]):
+    """A log for accelerate, whose own wants a `PartialState`, which would take over the process group."""
+
+    warning_once = logging.LoggerAdapter.debug
+
+
+def by_accelerate(name: str, target: Destination, config: Values) -> Calls:
+    """Start a tracker of accelerate. A run that continues keeps the configuration that it has."""
+    from accelerate import tracking
+
+    tracking.logger = _Logger(logging.getLogger(__name__), {})  # type: ignore[assignment]
+    kind: Any = tracking.LOGGER_TYPE_TO_CLASS[LIBRARIES[name]]
+    tracker = type(kind.__name__, (kind,), {"main_process_only": False})(**_options(name, target))
+    tracker.start()
+    run_id = _run_id(name, tracker.tracker)
+    if target.run_id is None:
+        tracker.store_init_configuration(flatten(config))
+    named = {"run_id": run_id} if name == "mlflow" else {}  # it looks for its run in the thread that sends
+    return Calls(
+        run_id=run_id,
+        numbers=lambda values, step: tracker.log(values, step=step, **named),
+        image=partial(_log_image, tracker, in_list=name == "swanlab") if hasattr(kind, "log_images") else None,
+        finish=tracker.finish,
+    )
+
+
+def _log_image(tracker: Any, name: str, path: Path, step: int, *, in_list: bool) -> None:
+    image = read_image(path)
+    tracker.log_images({name: [image] if in_list else image}, step=step)
+
+
+def _options(name: str, target: Destination) -> Values:
+    """Arguments of accelerate's tracker; sets the variables by which a library learns that it is offline."""
+    folder, is_new = str(target.folder), target.run_id is None
+    if name == "aim":
+        place = {"logging_dir": folder if target.offline else None, "experiment": target.project}
+        quiet = {"system_tracking_interval": None, "capture_terminal_logs": False}
+        return {"run_name": target.name, "run_hash": target.run_id, "force_resume": not is_new, **place, **quiet}
+    if name == "clearml":
+        os.environ |= {"CLEARML_OFFLINE_MODE": "1", "CLEARML_CACHE_DIR": folder} if target.offline else {}
+        resumed = {"reuse_last_task_id": target.run_id or False, "continue_last_task": False if is_new else 0}
+        parts = ("arg_parser", "streams")
+        quiet = {**{f"auto_connect_{part}": False for part in parts}, "auto_resource_monitoring": False}
+        quiet["auto_connect_frameworks"] = {"detect_repository": False}
+        return {"project_name": target.project, "task_name": target.name, **resumed, **quiet}
+    if name == "comet":
+        os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"  # else it changes other libraries
+        import comet_ml
+
+        recorded = "log_code log_graph log_git_metadata log_git_patch log_env_details parse_args"
+        quiet = dict.fromkeys(f"{recorded} auto_output_logging auto_param_logging auto_metric_logging".split(), False)
+        own = {"name": target.name, "offline_directory": folder, "display_summary_level": 0}
+        settings = comet_ml.ExperimentConfig(**own, **quiet)
+        place = {"workspace": target.entity, "online": not target.offline, "experiment_key": target.run_id}
+        return {"run_name": target.project, "experiment_config": settings, **place}
+    if name == "dvclive":
+        os.environ |= {"DVC_STUDIO_OFFLINE": "true"} if target.offline else {}
+        return {"dir": folder, "resume": True, "save_dvc_exp": False, "dvcyaml": None}
+    if name == "mlflow":
+        if target.offline:
+            target.folder.mkdir(exist_ok=True)
+            os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
+        artifacts = (target.folder / "artifacts").as_uri() if target.offline else None
+        run = {"run_id": target.run_id, "run_name": target.name}
+        return {"experiment_name": target.project, "logging_dir": artifacts, **run}
+    if name == "swanlab":
+        import swanlab
+
+        probe = dict.fromkeys(("hardware", "runtime", "requirements", "git", "monitor"), False)
+        settings = swanlab.Settings(interactive=False, probe=probe, terminal={"proxy_type": "none"})
+        place = {"log_dir": folder, "mode": "offline" if target.offline else "online", "workspace": target.entity}
+        run = {"name": target.name, "id": target.run_id, "resume": "allow", "settings": settings}
+        return {"run_name": target.project, **place, **run}
+    for key in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL") if target.offline else ():
+        os.environ.pop(key, None)
+    unique = target.run_id or f"{target.name}-{uuid.uuid4().hex[:8]}"  # runs are found by names, which must differ
+    quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+    return {"run_name": target.project, "name": unique, "resume": "never" if is_new else "allow", **quiet}
+
+
+def _run_id(name: str, run: Any) -> str | None:
+    """What continues a tracked run; None where its folder does."""
+    match name:
+        case "aim":
+            run_id = run.hash
+        case "comet":
+            run_id = run.get_key()
+        case "dvclive":
+            return None
+        case "mlflow":
+            run_id = run.info.run_id
+        case "trackio":
+            run_id = run.name
+        case _:
+            run_id = run.id
+    if name == "swanlab":
+        run._is_main_thread = False  # a thread finishes it, which may not put back the handler that it set for Ctrl-C
+    return str(run_id)
+
+
 TRACKERS: dict[str, Callable[[Destination, Values], Calls]] = {
-    start.__name__: start for start in (aim, clearml, comet, dvclive, mlflow, swanlab, tensorboard, trackio, wandb)
+    **{name: partial(by_accelerate, name) for name in sorted(LIBRARIES)},
+    "tensorboard": tensorboard,
+    "wandb": wandb,
 }
 """By their names in `tracker=`, which are those of their extras and of their folders in a run's."""
 
