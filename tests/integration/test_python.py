@@ -85,9 +85,8 @@ def test_what_the_command_line_refuses_is_raised(tmp_path: Path, monkeypatch: py
     for overrides, message in {
         ("train.max_stepz=2",): r"train\.max_stepz is unknown\. Did you mean train\.max_steps\?",
         ("train.max_steps=0",): r"train\.max_steps=0 must be 1 or more",
-        ("optimizer.lr=1e-4,1e-3",): "has several values: call this for each",
+        ("optimizer.lr=1e-4,1e-3",): r"optimizer\.lr",
         ("data.path=nowhere",): r"data\.path=nowhere is not a folder",
-        ("--multirun",): r"'--multirun' is an option of the command line",
         ("hydra.run.dir=x",): r"Write: run\.dir=x",
     }.items():
         with pytest.raises(ConfigError, match=message):
@@ -112,8 +111,6 @@ def test_what_is_no_override_is_refused():
         for call in (compose, train, plan):
             with pytest.raises(ConfigError, match=r"one after the other \(of a list: \*overrides\)"):
                 call(given)
-    with pytest.raises(ConfigError, match="prompts=5 must be a text"):
-        generate("runs/a", 5)
 
 
 @pytest.mark.slow
@@ -196,17 +193,10 @@ print("diffusers.models" in sys.modules)
     ("call", "words"),
     [
         (
-            lambda: train(task="lora"),
-            r"argument 'task'.*An override is a text: train\('task=lora'\)",
-        ),
-        (
             lambda: compose("task=lora model=c_tiny"),
             "2 overrides. Separate them by spaces: task=lora model=c_tiny",
         ),
-        (lambda: compose("task=lora", confdir="x"), r"Did you mean config_dir\?"),
         (lambda: compose("task=lora", config_dir="nosuch"), "config_dir=nosuch is not a folder"),
-        (lambda: generate(from_="runs/a"), r"'source'. Call it as generate\(source, prompts=\(\), \*\*options\)"),
-        (lambda: evaluate("runs/a", "red", 3), r"too many positional arguments. Call it as evaluate\(source"),
         (lambda: compose("task=lora", "task=finetune"), "task is chosen more than once"),
     ],
 )
