@@ -34,8 +34,8 @@ from cascade_train.distributed.process_group import World, process_group
 from cascade_train.distributed.rng import set_deterministic
 from cascade_train.engine.checkpoint.folder import Retention, read_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.faults.bad_samples import UnreadableList
 from cascade_train.engine.faults.stopping import Stopping, TimeLimit, code_of_stop
-from cascade_train.engine.faults.unreadable import UnreadableList
 from cascade_train.engine.loop import Cadence, Trainer
 from cascade_train.engine.loss_charts import LossCurve, LossPlot
 from cascade_train.engine.metrics import MetricsLog

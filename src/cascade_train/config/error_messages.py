@@ -135,11 +135,12 @@ def _report(error: Exception) -> int:
         _say(logged(paragraph))
     elif (isinstance(error, RunError) and not error.shared) or (rank == "1" and is_lost_peer(error)):  # rank 0's, maybe
         _say(f"[rank {rank}] {logged(paragraph)}")
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
+    elif {"TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():
         if os.environ.get("LOCAL_RANK") == "0":  # on another machine than rank 0, with a torchrun of its own
             _write_error_file(logged(paragraph))
         with handling(lambda *_: os._exit(0)):  # torchrun ends this rank with rank 0, and lists those with other codes
             time.sleep(SECONDS_FOR_RANK_ZERO)
+        _say(f"[rank {rank}] {logged(paragraph)}")  # rank 0 has not failed, so that this is of this rank alone
     return 1 if _is_of_runtime(error) else 2
 
 

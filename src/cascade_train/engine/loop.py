@@ -24,9 +24,8 @@ from cascade_train.distributed.parallelize import groups_of, set_gradient_sync
 from cascade_train.distributed.process_group import World, step_timeout
 from cascade_train.distributed.rng import seed_micro_batch
 from cascade_train.engine.checkpoint.store import CheckpointStore
-from cascade_train.engine.faults.bad_step import Trace, not_finite
+from cascade_train.engine.faults.bad_samples import Trace, UnreadableList, not_finite
 from cascade_train.engine.faults.stopping import Request, Stopping
-from cascade_train.engine.faults.unreadable import UnreadableList
 from cascade_train.engine.loss_charts import LossCurve, LossPlot
 from cascade_train.engine.metrics import MetricsLog
 from cascade_train.engine.phase import BoundPhase, gather_samples, restore_training_state, sum_totals, training_state

@@ -208,7 +208,9 @@ def test_an_error_is_one_paragraph_and_an_exit_code(
     assert bool(capsys.readouterr().err) is is_of_one_rank
 
 
-def test_silent_ranks_under_torchrun_let_rank_zero_speak_first(monkeypatch: pytest.MonkeyPatch):
+def test_ranks_under_torchrun_let_rank_zero_speak_first_and_report_what_is_theirs_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     waited: list[float] = []
     monkeypatch.setattr("cascade_train.config.error_messages.time.sleep", waited.append)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -216,6 +218,7 @@ def test_silent_ranks_under_torchrun_let_rank_zero_speak_first(monkeypatch: pyte
         monkeypatch.setenv("RANK", rank)
         assert exit_code(lambda: raise_(ConfigError("no."))) == 2
     assert waited == [SECONDS_FOR_RANK_ZERO] * 2
+    assert capsys.readouterr().err == "no.\n[rank 1] no.\n[rank 2] no.\n"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Every optimizer of `conf/`: trained, stopped and continued to the bit, on the tiny cascade, and in bytes."""
 
 import importlib
-import re
 import sys
 
 import pytest
@@ -18,7 +17,6 @@ from cascade_train.distributed.process_group import build_mesh
 from cascade_train.engine.algorithms.adafactor import Adafactor
 from cascade_train.engine.algorithms.adamw_8bit import code_values, decode, encode
 from cascade_train.engine.checkpoint.store import CheckpointStore
-from cascade_train.engine.optimizer import can_withhold
 from cascade_train.engine.phase import averaged, evaluated
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import checked
@@ -130,13 +128,6 @@ def test_weights_decay_by_groups(world, option):
     equal = {name: torch.equal(p, decayed.parameters[name]) for name, p in plain.parameters.items()}
     moved = {"n.wide.weight", "n.kernel.weight", "n.last.weight", "n.row.weight"}
     assert {name for name, is_equal in equal.items() if not is_equal} == moved
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_only_the_fused_one_takes_the_flag_of_a_withheld_step(option):
-    """The others spoil their weights until the host reads it (engine/loop.py)."""
-    optimizer = spec(option).build(dict(Small().named_parameters()), 1)
-    assert can_withhold(optimizer) == (option == "adamw")
 
 
 @pytest.mark.parametrize("option", NEED_WHOLE)
@@ -324,23 +315,6 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     with pytest.raises(ConfigError, match=r"needs the library pytorch_optimizer, which is not .*\.\[optimizers\]"):
         import_target(f"{name}.Lion")
-
-
-@pytest.mark.slow
-def test_the_page_has_the_bytes_of_a_parameter(repository):
-    """Of a matrix of 1024 rows and columns."""
-    page = (repository / "docs" / "optimizers.md").read_text()
-    listed = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", page, flags=re.MULTILINE))
-    assert listed.keys() == set(OPTIONS)
-    for option in OPTIONS:
-        weight = nn.Parameter(torch.randn(1024, 1024))
-        optimizer = spec(option).build({"a.weight": weight}, 1)
-        weight.grad = torch.ones_like(weight)
-        with torch.no_grad():
-            optimizer.step()
-        (state,) = optimizer.state_dict()["state"].values()
-        found = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor)) / weight.numel()
-        assert float(listed[option]) == pytest.approx(found, abs=0.02), option
 
 
 def test_adafactor_is_that_of_torch_whose_norms_go_over_the_host():

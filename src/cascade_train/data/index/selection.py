@@ -1,6 +1,6 @@
 """Which rows of an index take part at all, decided before anything is planned, so that all ranks agree.
 
-By the index alone: by the size of pictures, or by a list of unreadable samples (engine/faults/unreadable.py writes it).
+By the index alone: by the size of pictures, or by a list of unreadable ones (engine/faults/bad_samples.py).
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+"""Samples that make a step not finite, and the list of those that a run could not read."""
+
 from __future__ import annotations
 
 import json
@@ -5,11 +7,12 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from cascade_train.batch import Unreadable
 from cascade_train.data.index.selection import QUARANTINE_FOLDER, read_quarantine
 from cascade_train.data.sample import by_reason
-from cascade_train.engine.faults.unreadable import UnreadableList
+from cascade_train.engine.faults.bad_samples import Trace, UnreadableList, not_finite
 
 
 def rows(file: Path) -> list[tuple[str, int]]:
@@ -66,3 +69,28 @@ def test_of_a_name_and_a_reason_from_outside_only_so_much_is_shown(tmp_path: Pat
     assert len(line["reason"]) < 1100
     assert len(str(met)) < 1400
     assert len(by_reason([met])) < 1400
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def trace(step, *losses, norm=1.0):
+    keys = tuple(f"{step}:{i}" for i in range(len(losses)))
+    return Trace(step, "main", keys, torch.tensor(losses), torch.tensor(norm))
+
+
+def test_samples_at_fault_are_named_with_the_key_that_leaves_them_out(world):
+    bad = trace(7, 1.0, NAN, 2.0, INF)
+    assert not bool(bad.is_finite())
+    error = not_finite(bad, excluded=["it's"])
+    assert error.shared
+    text = str(error)
+    assert text.startswith("Step 7, phase main: the loss of 2 of 4 samples is not finite (rank 0: 7:1, rank 0: 7:3).")
+    assert """ 'data.exclude=["7:1", "7:3", "it'"'"'s"]' """ in text
+
+
+@pytest.mark.parametrize("bad", [trace(7, 1.0, 2.0, norm=INF), trace(7, NAN, NAN), trace(7, 1.0, *[NAN] * 9)])
+def test_no_sample_is_blamed_where_none_stands_out(world, bad):
+    text = str(not_finite(bad))
+    assert "data.exclude" not in text
+    assert "Remedy: lower optimizer.lr" in text
