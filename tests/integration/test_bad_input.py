@@ -37,61 +37,8 @@ def write_tar(path, members):
     return path
 
 
-@pytest.fixture
-def refuse(tmp_path, capfd):
-    """Run overrides that must be refused; return what was said."""
-
-    def refused(*overrides, code=2):
-        run = tmp_path / "refused"
-        assert launch([*SMALL, f"run.dir={run}", *overrides]) == code
-        assert not run.exists(), "a refused start leaves nothing"
-        said = capfd.readouterr().err
-        assert "Traceback" not in said
-        return said
-
-    return refused
-
-
-@pytest.mark.parametrize(
-    ("members", "words"),
-    [
-        ({}, "empty"),
-        ({"0.txt": b"a", "1.txt": b"b"}, "found: 0 (txt); 1 (txt)"),
-        ({"0.jpg": jpeg()}, "found: 0 (jpg)"),
-    ],
-)
-def test_a_tar_without_pairs_is_refused(refuse, tmp_path, members, words):
-    said = refuse(*data_overrides(write_tar(tmp_path / "data.tar", members)))
-    assert "data.tar" in said
-    assert words in said
-
-
 def data_overrides(path):
     return [*FINETUNE, "data=webdataset", f"data.urls={path}", "data.num_workers=0"]
-
-
-def test_unknown_weights_are_refused(refuse, tmp_path):
-    assert "model.weights" in refuse("task=finetune", f"model.weights={tmp_path}/nothing.safetensors")
-
-
-def test_weights_of_another_model_are_refused(refuse, tmp_path):
-    origin = train(tmp_path / "origin", *FINETUNE, "train.max_steps=1")
-    said = refuse(*FINETUNE, f"model.weights={origin}", "model.network.block_out_channels=[64,64]")
-    assert "model.weights" in said or "shape" in said
-
-
-def test_an_argument_out_of_range_is_refused_by_its_node(refuse):
-    assert refuse("task=lora", "task.rank=0").startswith("task.rank=0 must be at least 1: an adapter needs")
-    said = refuse("task=finetune", "model.text_encoder.max_tokens=1")
-    assert said.startswith("model.text_encoder.max_tokens=1 must be at least 3")
-
-
-def test_a_directory_that_cannot_be_written_is_refused(tmp_path, capfd):
-    blocker = tmp_path / "file"
-    blocker.write_text("in the way")
-    assert launch([*SMALL, "task=finetune", f"run.dir={blocker}/run"]) == 2
-    assert str(blocker) in capfd.readouterr().err
-    assert blocker.read_text() == "in the way"
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path, capfd):
@@ -101,7 +48,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path, capfd):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [2])
 def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capfd, workers):
     tar = write_tar(tmp_path / "data.tar", pairs(40, broken=range(0, 40, 4)))
     overrides = [*data_overrides(tar), f"data.num_workers={workers}", "train.max_steps=20"]
@@ -110,14 +57,6 @@ def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capfd,
     assert "unreadable" in said
     assert "0004" in said
     assert "Traceback" not in said
-
-
-def test_one_unreadable_image_is_replaced_and_named(tmp_path, caplog):
-    tar = write_tar(tmp_path / "data.tar", pairs(120, broken=[7]))
-    run = tmp_path / "run"
-    assert launch([*SMALL, *data_overrides(tar), "train.max_steps=16", f"run.dir={run}"]) == 0
-    assert len(read_metrics(run)) == 16
-    assert "0007" in caplog.text
 
 
 def pairs(count, broken):

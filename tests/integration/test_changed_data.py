@@ -86,19 +86,6 @@ def test_a_cache_of_a_mixture_is_refused_where_a_picture_was_replaced_and_made_a
     told.by_training(tmp_path / "cache", *named, code=0)
 
 
-def test_an_edited_row_of_a_metadata_file_is_an_edited_caption(data: Path, tmp_path: Path, told: Told) -> None:
-    for caption in data.glob("*.txt"):
-        caption.unlink()
-    rows = [f'{{"file_name": "{row}.png", "text": "row {row}"}}\n' for row in range(8)]
-    (data / "metadata.jsonl").write_text("".join(rows))
-    source = ("data=folder", f"data.path={data}")
-    told.by_cache(tmp_path / "cache", *source)
-    (data / "metadata.jsonl").write_text("".join([*rows[:6], rows[6].replace("row 6", "another"), rows[7]]))
-    refused = told.by_cache(tmp_path / "cache", *source, code=2)
-    assert "made of data that changed since: data:6.png. Remedy: put it back" in refused
-    assert "1 of 2 units are there already" in told.by_cache(tmp_path / "cache", *source, GOES_ON)
-
-
 def test_a_cache_of_a_folder_whose_caption_was_edited_trains_only_on_demand(
     data: Path, tmp_path: Path, told: Told
 ) -> None:
@@ -149,16 +136,6 @@ def test_a_run_goes_on_in_its_epoch_with_a_copy_of_its_data_elsewhere(data: Path
     assert f"data.path: {data} -> {moved} Remedy: another run.name" in told.by(*command, code=2)
     assert "begins" not in told.by(*command, GOES_ON, code=0)
     assert read_metrics(run) == read_metrics(tmp_path / "same")
-
-
-def test_other_data_on_a_resume_is_told_in_a_few_lines(data: Path, tmp_path: Path, told: Told) -> None:
-    run = train(tmp_path / "run", *RUN, "train.max_steps=1")
-    sources = ("+data@data.sources.a=folder", f"data.sources.a.path={data}", "+data@data.sources.b=shapes")
-    command = (*SMALL, *RUN, f"run.dir={run}")
-    text = told.by(*command, "data=mixture", *sources, "data.flip_prob=0.5", code=2)
-    data_line = "data: cascade_train.data.shapes.Shapes -> cascade_train.data.mixture.Mixture"
-    assert f"holds a run of another config: {data_line} data.flip_prob: 0.0 -> 0.5 Remedy: another" in text
-    assert text.endswith("or data.on_change=restart to go on with the new")
 
 
 def test_what_a_killed_process_left_in_a_cache_is_removed(tmp_path: Path, told: Told) -> None:

@@ -8,7 +8,6 @@ from cascade_train.assembly.cache_identity import (
     encoder_identity,
     first_difference,
     refuse_reconstruction,
-    refuse_trained,
     task_identity,
 )
 from cascade_train.errors import ConfigError
@@ -81,11 +80,6 @@ def test_data_count_by_every_option_that_makes_a_sample(tmp_path):
         "data.sources.mine.captions._target_": "cascade_train.data.captions.Captions",
         "data.sources.mine.captions.key": "prompts",
     }
-
-
-def test_parts_that_train_are_refused_by_name():
-    with pytest.raises(ConfigError, match="something in model.text_encoder trains, but why"):
-        refuse_trained(["text_encoder"], "why")
 
 
 @pytest.mark.parametrize(("model", "objective"), [("a_tiny", "vqgan"), ("c_tiny", "preview")])

@@ -7,16 +7,12 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from cascade_train.__main__ import launch
-from cascade_train.commands.inspect import DEFAULTS
-from cascade_train.commands.parts.command_line import with_defaults
 from cascade_train.data.data_set import open_data_set
 from cascade_train.data.survey.look import survey
-from cascade_train.data.survey.report import histogram
 from cascade_train.models.text_encoder import token_counter
 from tests.unit.data import tars
 from tests.unit.data.decoding.test_decode import ADOBE_RGB
@@ -110,12 +106,6 @@ def test_the_page_stands_alone_and_shows_a_batch(seen: tuple[Page, Path]) -> Non
     assert "<b>a copy</b> & more" in page.text
 
 
-def test_histograms_count_sizes_shapes_and_tokens(seen: tuple[Page, Path]) -> None:
-    text = seen[0].text
-    assert "up to 25611" in text  # the label and the count of the shorter sides: 12 pictures, one without a header
-    assert histogram(np.array([1, 5, 5.5, 10, 11]), [5, 10]) == [("up to 5", 2), ("5 to 10", 2), ("above 10", 1)]
-
-
 def test_findings_are_told_as_text_and_nothing_else_is_where_all_is_well(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,14 +146,6 @@ def test_masks_that_do_not_fit_are_found(tmp_path: Path, capsys: pytest.CaptureF
     text = capsys.readouterr().out
     assert "2 cannot be read" in text
     assert "root:b.png (the mask is 64 x 48 px, the picture 65 x 48: they must be equal)" in text
-
-
-def test_an_endless_caption_is_cut_on_the_page_alone(tmp_path: Path) -> None:
-    write(tmp_path / "root/a.png", tars.picture())
-    write(tmp_path / "root/a.txt", "z" * 100_000)
-    inspected(tmp_path / "page.html", *of(tmp_path / "root", f"captions={tmp_path / 'captions.jsonl'}"))
-    assert (tmp_path / "page.html").stat().st_size < 20_000
-    assert "z" * 100_000 in (tmp_path / "captions.jsonl").read_text()
 
 
 def test_a_survey_says_how_pictures_fit_their_sizes(tmp_path: Path) -> None:
@@ -238,12 +220,6 @@ def test_tokens_are_counted_by_the_model_where_it_is_here(tmp_path: Path) -> Non
         counter = token_counter(absent, "tokenizer")
         assert f"the packaged tokenizer, since that of {absent} is not on this machine" in counter.name
         assert counter(["a red star"]) == [5]
-
-
-def test_defaults_stand_back_for_choices() -> None:
-    assert with_defaults(DEFAULTS, ["data.urls=a"]) == ["model=c_3b", "task=finetune", "data.urls=a"]
-    assert with_defaults(DEFAULTS, ["model=c_tiny"]) == ["task=finetune", "model=c_tiny"]
-    assert with_defaults(DEFAULTS, ["experiment=tiny_token"]) == ["experiment=tiny_token"]
 
 
 def test_what_costs_most_comes_first_and_what_helps_is_named(

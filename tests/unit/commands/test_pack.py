@@ -112,21 +112,6 @@ def test_what_reads_back_differently_never_counts(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_brackets_of_a_folder_are_no_wildcards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "set [1] {a,b}/a.png", tars.picture())
-    for code in (0, 2):
-        assert launch(["pack", f"folder='{tmp_path}/set [1] {{a,b}}'", f"out={tmp_path / 'out'}"]) == code
-    assert "holds set _1_ _a,b_-*.tar" in capsys.readouterr().err
-
-
-def test_repeats_are_lost_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for folder, number in (("once", "1"), ("twice", "2"), ("none", "0")):
-        write(tmp_path / f"root/{folder}/a.png", tars.picture())
-        write(tmp_path / f"root/{folder}/multiply.txt", number)
-    assert launch(["pack", f"folder={tmp_path / 'root'}", f"out={tmp_path / 'out'}"]) == 0
-    assert "tars have no multiply.txt, so 1 pictures come once" in caplog.text
-
-
 def test_a_factor_below_one_leaves_no_picture_out(tmp_path: Path) -> None:
     for number in range(5):
         write(tmp_path / f"root/half/{number}.png", tars.picture(tint=number))

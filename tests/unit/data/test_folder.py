@@ -19,10 +19,9 @@ from cascade_train.data.folder import Folder
 from cascade_train.data.index import cache as picture_files
 from cascade_train.data.index.pictures import caption_of_name, find_pictures
 from cascade_train.data.sample import UnreadableSampleError
-from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
-from tests.unit.data.dataset_contract import DatasetContract, loading
+from tests.unit.data.dataset_contract import DatasetContract
 from tests.unit.data.test_mixture import mixture_of
 
 
@@ -415,36 +414,6 @@ def test_captions_come_from_metadata_files(tmp_path: Path, caplog: pytest.LogCap
         folder(tmp_path / "plain", metadata=True).open()
 
 
-@pytest.mark.parametrize("is_mixed", [False, True])
-def test_a_run_from_before_metadata_was_read_is_refused_with_the_key_that_continues_it(
-    tmp_path: Path, is_mixed: bool
-) -> None:
-    def source(root: Path, **options: Any) -> Source:
-        one = folder(root, **options)
-        return mixture_of({"one": one, "two": folder(root)}) if is_mixed else one
-
-    root = described_folder(tmp_path / "root")
-    with loading(source(root)) as loader:
-        before = loader.state_dict()
-    with loading(source(root, metadata=False)) as loader:
-        loader.load_state_dict(before)
-    with loading(source(root, metadata=True)) as loader:
-        now = loader.state_dict()
-        with pytest.raises(ConfigError, match=r"metadata was none, is \w{16}: .*or set data.metadata=false"):
-            loader.load_state_dict(before)
-        loader.load_state_dict(now)
-    (root / "metadata.jsonl").write_text((root / "metadata.jsonl").read_text().replace(" of a ", " of A "))
-    with (
-        loading(source(root, metadata=True)) as loader,
-        pytest.raises(ConfigError, match="the files behind data changed"),
-    ):
-        loader.load_state_dict(now)
-    for name in ("metadata.jsonl", "sub/metadata.csv"):
-        (root / name).unlink()
-    with loading(source(root, metadata=True)) as loader:
-        loader.load_state_dict(before)
-
-
 def test_what_belongs_to_no_picture_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a.png", "a.txt", "a.json", "a.mask.png", ".hidden", "multiply.txt"):
         write(tmp_path / name, "1" if name == "multiply.txt" else None)
@@ -493,13 +462,6 @@ def test_a_lost_permission_is_the_samples_fault_and_a_failing_disk_is_not(number
     with pytest.raises(kind) as raised:
         source.read(0)
     assert raised.type is kind
-
-
-def test_the_home_folder_has_its_short_form_in_index_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    write(tmp_path / "root/a.png")
-    folder(tmp_path / "root", index_dir="~/index").open()
-    assert any((tmp_path / "home" / "index").iterdir())
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -202,15 +202,6 @@ def test_rows_read_from_their_source_with_its_captions_and_weight() -> None:
     assert all(index.name(row).partition("/")[2] == source.read(row).key for row in range(7))
 
 
-def test_each_row_has_the_source_that_it_came_from() -> None:
-    source = mixture({"cats": 4, "dogs": 7}, repeats={"cats": 2})
-    index = source.open()
-    names = [source.part_names[source.part_of(row)] for row in range(len(index))]
-    assert names == [key.decode().partition("/")[0] for key in index.keys.tolist()]
-    assert Counter(names) == {"cats": 8, "dogs": 7}
-    assert shapes(samples=3).part_names == ()
-
-
 def test_every_window_holds_the_share_and_keeps_what_lies_together_close(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("cascade_train.data.mixture.LEAST_BLOCK", 200)
     for shard in range(8):
@@ -325,18 +316,6 @@ def test_every_batch_holds_about_the_share_however_small_a_side_and_its_windows_
     assert 8 <= min(map(sum, own)) <= max(map(sum, own)) <= 32
     weights = [torch.cat([batch.weight_B for batch in step]).tolist() for step in steps]
     assert weights == [[1.0 if is_own else 0.25 for is_own in step] for step in own]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"share": 1.0}, "data.share=1.0 must lie between 0 and 1: it is the regularisation's part"),
-        ({"weight": 0.0}, "data.weight=0.0 must be greater than 0"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        regularised(**options)
 
 
 def test_each_side_leaves_out_what_its_own_filters_refuse() -> None:

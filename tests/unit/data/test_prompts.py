@@ -104,9 +104,3 @@ def test_a_file_given_as_a_prompt_is_refused_and_a_text_that_names_one_is_not() 
     with pytest.raises(ConfigError, match=r"prompts=my/list\.CSV:text names a file.*prompts=@my/list\.CSV:text"):
         read_prompts("my/list.CSV:text")
     assert read_prompts(["a page of notes.txt", "@@a.txt", "a.txt "]) == ["a page of notes.txt", "@a.txt", "a.txt "]
-
-
-def test_a_row_of_a_parquet_file_is_named(tmp_path: Path) -> None:
-    file = parquet(tmp_path / "a.parquet", caption=["one", "two", None])
-    with pytest.raises(ConfigError, match="a.parquet, row 3: caption holds no prompt"):
-        read_prompts(file)

@@ -33,7 +33,7 @@ from cascade_train.models.formats.lora_files import holds_lora, module_shapes, r
 from cascade_train.models.formats.weights import open_weights
 from cascade_train.models.formats.weights_source import find_pipeline
 from cascade_train.models.image_quality import ClipScore
-from cascade_train.models.stable_diffusion.formats.stored_pipeline import _VAE, stored_pipeline
+from cascade_train.models.stable_diffusion.formats.stored_pipeline import stored_pipeline
 from tests.unit.data import tars
 from tests.unit.data.test_folder import folder
 from tests.unit.data.test_folder import write as put
@@ -44,9 +44,8 @@ from tests.unit.models.small_networks import empty_network
 from tests.unit.models.test_image_quality import tiny_clip
 
 GIB = 2**30
-SECONDS = 10
+SECONDS = 60  # ends a hang alone
 KNOWN = WeightsFile(key="filter.weights", what="a", usual_name="b", licence="c", found="d")
-DAMAGED = (b"3", b"[" * 1000, b"\0", '{"é": 1}'.encode("latin-1"))
 INTEGERS = torch.ones(2, dtype=torch.int8)
 SPARSE = 20 * 10**9
 """Bytes of a file that takes no room on the disk."""
@@ -113,12 +112,6 @@ def long_name(where: Path, kind: int) -> Call:
     return headers(where / "a.tar", *members, kind=kind)
 
 
-def pax_member(where: Path, **records: str) -> Call:
-    info = tarfile.TarInfo("a.jpg")
-    info.pax_headers = {key.replace("__", ".").replace("_GNU", "GNU"): value for key, value in records.items()}
-    return headers(where / "a.tar", (info, tars.picture()), (tarfile.TarInfo("a.txt"), b"x"))
-
-
 def with_size(where: Path, field: bytes) -> Call:
     info = tarfile.TarInfo("a.jpg")
     content = bytearray(info.tobuf(tarfile.GNU_FORMAT))
@@ -129,20 +122,8 @@ def with_size(where: Path, field: bytes) -> Call:
     return tars.webdataset(where / "a.tar").open
 
 
-def chained_links(where: Path) -> Call:
-    one = tarfile.TarInfo("././@LongLink")
-    one.type, one.size = tarfile.GNUTYPE_LONGNAME, 2
-    put(where / "a.tar", (one.tobuf(tarfile.GNU_FORMAT) + b"a\0".ljust(512, b"\0")) * 20_000 + bytes(10240))
-    return tars.webdataset(where / "a.tar").open
-
-
 def parquet_rows(where: Path, rows: list[dict[str, Any]], **options: Any) -> Call:
     return parquet(write_parquet(where / "a.parquet", rows), **options).open
-
-
-def parquet_widths(where: Path, width: Any) -> Call:
-    rows = rows_of(range(8), w=width, h=8)
-    return parquet_rows(where, rows, width_column="w", height_column="h")
 
 
 def parquet_damaged(where: Path, begin: int, end: int) -> Call:
@@ -247,10 +228,6 @@ def opened(path: Path) -> Call:
     return read
 
 
-def ours(rank: str, targets: str) -> dict[str, str]:
-    return {"format": "cascade_train.lora/1", "rank": rank, "alpha": "1", "targets": targets, "base_size": ""}
-
-
 def of_file(name: str, write: Callable[[Path], Path], read: Callable[[Path], Call]) -> Callable[[Path], Call]:
     return lambda where: read(write(where / name))
 
@@ -271,7 +248,6 @@ def parts(name: str) -> Callable[[Path], Call]:
 IMAGE_COLUMN, SIDES, LORA = "data.image_column holds", "data.width_column", "a.safetensors: (cannot|its)"
 LONG = "b" * 300_000
 MANY_NAMES = [{"image": f"{number}.png", "text": "a"} for number in range(5000)]
-VAE = json.dumps(dict.fromkeys(_VAE, 1))
 MANY_ROWS = "image,caption\n" + "a.png,b\n" * 20_000 + "b" * 100_000 + ",b\n"
 HUGE_ARRAY = npz("{'descr': '<i8', 'fortran_order': False, 'shape': (100000000000,), }\n")
 JSON_READERS = {
@@ -285,89 +261,37 @@ JSON_READERS = {
 LINE, IS_LONG, TAR = "has a line of more than", "has more than", "is not a readable tar file|cut short"
 ROWS = {
     "tar: pax name of 400,000": (partial(long_name, kind=tarfile.PAX_FORMAT), "a name of 400005 characters"),
-    "tar: gnu name of 400,000": (partial(long_name, kind=tarfile.GNU_FORMAT), "a name of 400005 characters"),
-    "tar: sparse map": (partial(pax_member, _GNU__sparse__map="1,2,3", _GNU__sparse__size="x"), TAR),
-    "tar: sparse 1.0": (partial(pax_member, _GNU__sparse__major="1", _GNU__sparse__minor="0"), TAR),
-    "tar: sparse 0.0": (partial(pax_member, _GNU__sparse__numblocks="1000000000000"), None),
-    "tar: negative size in pax": (partial(pax_member, size="-1"), TAR),
     "tar: base-256 size": (partial(with_size, field=b"\x80" + b"\x7f" * 11), TAR),
-    "tar: negative size": (partial(with_size, field=b"\xff" * 11 + b"\x00"), TAR),
-    "tar: links": (chained_links, TAR),
     "tar: 20 GB": (lambda at: tars.webdataset(sparse(at / "a.tar")).open, "empty tar|goes on after"),
-    "tar: FIFO": (lambda at: tars.webdataset(fifo(at / "a.tar")).open, "1 of 1 tar files not found"),
     "braces": (lambda _: partial(expand_urls, "{a,b}" * 28), "data.urls=.*more than"),
     "braces: numbers": (lambda _: partial(expand_urls, "a{0..10000000000}.tar"), "data.urls=.*more than"),
-    "braces: nested": (lambda _: partial(expand_urls, "{" * 5000 + "a,b" + "}" * 5000), "data.urls="),
     "parquet: long path": (partial(parquet_rows, rows=[*MANY_NAMES, {"image": LONG, "text": "a"}]), "no row with"),
     "parquet: path 3": (partial(parquet_rows, rows=[{"image": {"bytes": b"", "path": 3}, "text": "a"}]), IMAGE_COLUMN),
-    "parquet: text": (partial(parquet_rows, rows=[{"image": {"bytes": "a", "path": ""}, "text": "a"}]), IMAGE_COLUMN),
-    "parquet: width is text": (partial(parquet_widths, width="wide"), SIDES),
-    "parquet: width is NaN": (partial(parquet_widths, width=float("nan")), None),
-    "parquet: width is 10^12": (partial(parquet_widths, width=10**12), SIDES),
-    "parquet: width is negative": (partial(parquet_widths, width=-3), SIDES),
-    "parquet: pages": (partial(parquet_damaged, begin=4, end=400), "a.parquet"),
     "parquet: footer": (partial(parquet_damaged, begin=-300, end=-8), "a.parquet is no parquet file"),
-    "parquet: length of footer": (partial(parquet_damaged, begin=-8, end=-4), "a.parquet is no parquet file"),
-    "parquet: 20 GB": (lambda at: parquet(sparse(at / "a.parquet")).open, "a.parquet is no parquet file"),
     "parquet: FIFO": (lambda at: (fifo(at / "a.parquet"), parquet(at).open)[1], "data.path.*is no parquet file"),
     "table: 20 GB": (lambda at: table(sparse(at / "a.csv")).open, "has a line of more than"),
-    "table: 20 GB of json": (lambda at: table(sparse(at / "a.jsonl")).open, LINE),
     "table: long path": (lambda at: table(put(at / "a.csv", MANY_ROWS)).open, "none of 20000 pictures is there"),
-    "prompts: 20 GB": (of_file("a.txt", sparse, prompted), LINE),
     "prompts: FIFO": (of_file("a.txt", fifo, prompted), "no such file"),
-    "prompts: 20 GB of json": (of_file("a.jsonl", sparse, prompted), LINE),
-    "prompts of classes: 20 GB": (of_file("a.json", sparse, classes), IS_LONG),
     "prompts of classes: FIFO": (of_file("a.json", fifo, classes), "idx_to_prompt=.* as json .a pipe, a device"),
-    "quarantine: 20 GB": (of_file("a.jsonl", sparse, quarantined), LINE),
-    "quarantine: FIFO": (of_file("a.jsonl", fifo, quarantined), "is no list of unreadable samples"),
     "quarantine: nested": (of_file("a.jsonl", given("[" * 100_000 + "\n\n"), quarantined), "line 1 of"),
-    "listing: nested": (of_file("l.json", given("[" * 100_000), listed), "data.listing=.* is damaged"),
-    "listing: 20 GB": (of_file("l.json", sparse, listed), IS_LONG),
-    "listing: latin-1": (of_file("l.json", given(DAMAGED[-1]), listed), "data.listing=.* is damaged"),
     "listing: null": (of_file("l.json", given('{"a": null}'), listed), "data.listing=.* is damaged"),
     "cache: 800 GB": (of_file("a.npz", given(HUGE_ARRAY), cached), None),
-    "cache: 20 GB": (of_file("a.npz", sparse, cached), None),
     "cache: FIFO": (of_file("a.npz", fifo, cached), None),
     "multiply.txt: 1e9": (partial(multiplied, make=given("1e9")), "multiply.txt is no factor"),
-    "multiply.txt: 1e300": (partial(multiplied, make=given("1e300")), "multiply.txt is no factor"),
     "multiply.txt: FIFO": (partial(multiplied, make=fifo), "multiply.txt is no factor"),
-    "multiply.txt: 20 GB": (partial(multiplied, make=sparse), "multiply.txt is no factor"),
     **{name: (of_file(name, given("[1]"), read), "json is damaged") for name, read in JSON_READERS.items()},
-    **{
-        f"model_index.json: {text[:6]!r}": (of_file("model_index.json", given(text), indexed), "json is damaged")
-        for text in DAMAGED
-    },
-    **{f"{name}: 20 GB": (of_file(name, sparse, read), IS_LONG) for name, read in JSON_READERS.items()},
-    "model_index.json: FIFO": (of_file("model_index.json", fifo, indexed), None),
-    "vae/config.json: widths": (of_file("vae/config.json", given(VAE), parts("vae/config.json")), "config.json"),
-    "safetensors: 20 GB": (of_file("a.safetensors", sparse, opened), "cannot be read as safetensors"),
-    "safetensors: FIFO": (of_file("a.safetensors", fifo, opened), "model.weights"),
     "safetensors: length of 2^62": (of_file("a.safetensors", given(header(b"{}", 2**62)), opened), "as safetensors"),
-    "safetensors: length of 3": (of_file("a.safetensors", given(header(b'{"a": {}}', 3)), opened), "as safetensors"),
-    "safetensors: empty": (of_file("a.safetensors", given(b""), opened), "cannot be read as safetensors"),
-    "safetensors: nested": (of_file("a.safetensors", given(header(b"[" * 10**6)), opened), "as safetensors"),
     "ckpt: directory": (of_file("a.ckpt", given(damaged_directory()), opened), "cannot be read as weights alone"),
-    "ckpt: integer keys": (of_file("a.ckpt", given(checkpoint({1: torch.ones(2)})), opened), "tensors by name"),
-    "ckpt: list": (of_file("a.ckpt", given(checkpoint([1])), opened), "something else than tensors by name; convert"),
     "ckpt: pickle": (of_file("a.ckpt", given(pickle.dumps({"a": 1})), opened), "weights alone"),
     "ckpt: bomb": (of_file("a.ckpt", given(zip_bomb()), opened), "cannot be read as weights alone"),
-    "ckpt: 20 GB": (of_file("a.ckpt", sparse, opened), "cannot be read as weights alone"),
     "LoRA: rank 0": (with_lora(halves(0)), "its adapters have rank 0, at least 1 is needed"),
-    "LoRA: scalars": (with_lora({name: torch.tensor(1.0) for name in halves(1)}), LORA),
-    "LoRA: alpha of three": (with_lora(halves(2, alpha=torch.ones(3))), LORA),
     "LoRA: alpha is NaN": (with_lora(halves(2, alpha=torch.tensor(float("nan")))), "is scaled by nan"),
     "LoRA: NaN": (with_lora({name: value * torch.nan for name, value in halves(2).items()}), "holds NaN or infinity"),
-    "LoRA: header without rank": (with_lora(halves(2), {"format": "cascade_train.lora/1"}), LORA),
-    "LoRA: rank of 10^12": (with_lora(halves(2), ours("1000000000000", '["a"]')), "adapts a, which"),
-    "LoRA: nested targets": (with_lora(halves(2), ours("2", "[" * 100_000)), LORA),
     "LoRA: position of 10^12": (
         with_lora({f"weights.{place}": torch.ones(1, 1) for place in ("1000000000000.lora_down", "0.lora_up")}),
         "adapts 1000000000001 modules",
     ),
-    "LoRA: damaged": (of_file("a.safetensors", given(header(b"{}", 99)), looked_at), "as safetensors"),
     "filter: integers": (of_file("a.safetensors", given(save({"a": INTEGERS})), filtered), "is stored as int8"),
-    "filter: integer keys": (of_file("a.pth", given(checkpoint({1: torch.ones(2)})), filtered), "tensors by name"),
-    "filter: directory": (of_file("a.pth", given(damaged_directory()), filtered), "filter.weights"),
     "CLIP: integers": (quantized_clip, "is stored as int8"),
 }
 

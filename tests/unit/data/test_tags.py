@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.data.tags import Tags
 
 
@@ -72,15 +71,6 @@ def test_length_is_limited_by_whole_tags() -> None:
     assert Tags(separator=",", max_tags=2).apply("aa, bb, cc", {}, torch.Generator()) == "aa, bb"
     assert Tags(separator=",", max_characters=7).apply("aa, bb, cc", {}, torch.Generator()) == "aa, bb"
     assert Tags(key="t", max_characters=3).apply("a long one", {"t": ["x"]}, torch.Generator()) == "a long one"
-
-
-@pytest.mark.parametrize(
-    "value", [3, [3], [["x"]], [{"tag": "x", "weight": 0}], [{"tag": "x", "weight": "1"}], [{"a": "x", "b": "y"}], [{}]]
-)
-def test_other_forms_are_unreadable(value: Any) -> None:
-    message = "t is int, not a list of texts|t holds neither texts nor texts with a weight above 0"
-    with pytest.raises(UnreadableSampleError, match=message):
-        Tags(key="t").apply("a", {"t": value}, torch.Generator())
 
 
 @pytest.mark.parametrize(
