@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cascade_train.data.shapes import Shapes
+from cascade_train.distributed.process_group import process_group
 from cascade_train.filters.canny import CannyFilter
 from cascade_train.results.find import find_model
 from cascade_train.results.sampling import PromptBatch, fit_sizes, sample_images
@@ -54,9 +55,10 @@ def sample(run: Path, image_BCHW: Tensor, strength: float) -> tuple[Tensor, Tens
     order = PromptBatch(captions=("a shape",) * len(numbers), numbers=numbers, guide=guide)
     model = find_model(str(run), key="run", part="prior")
     sizes = fit_sizes(model, None, height=None, width=None, compression=None)
-    images = sample_images(model, None, [order], sizes=sizes, seed=0)
-    samples = np.stack([np.asarray(image).transpose(2, 0, 1) for image in images])
-    return torch.from_numpy(maps) / 255, torch.from_numpy(samples) / 255
+    samples: list[Tensor] = []
+    with process_group() as world:
+        sample_images(model, None, [order], lambda _, images: samples.append(images), sizes=sizes, seed=0, world=world)
+    return torch.from_numpy(maps) / 255, samples[0].cpu()
 
 
 def correlations(map_B1HW: Tensor, sample_BCHW: Tensor) -> tuple[Tensor, Tensor]:

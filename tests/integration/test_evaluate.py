@@ -48,7 +48,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return draw(tmp_path_factory.mktemp("real") / "pictures")
 
 
-def judged(out: Path, **given: Any) -> dict[str, float]:
+def evaluated(out: Path, **given: Any) -> dict[str, float]:
     """Evaluate and return the numbers that were written."""
     assert evaluate(EvaluateArgs(out=str(out), **{**FAST, **given})) == 0
     assert (out / "grid.png").is_file()
@@ -65,7 +65,7 @@ def cascade(real: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     folder = tmp_path_factory.mktemp("cascade")
     (folder / "prompts.csv").write_text("caption\n" + "\n".join(PROMPTS))
     clip = tiny_clip(folder / "clip")
-    measures = judged(
+    measures = evaluated(
         folder / "out",
         source="package:tiny",
         decoder="package:tiny",
@@ -129,10 +129,10 @@ def test_the_clip_score_is_that_of_torchmetrics(cascade: dict[str, Any]) -> None
 def test_pictures_of_other_settings_are_not_mistaken(cascade: dict[str, Any], real: Path) -> None:
     given = {"source": "package:tiny", "decoder": "package:tiny", "decoder_steps": 1, "prompts": PROMPTS}
     with pytest.raises(ConfigError, match="out=.*out: holds pictures of another evaluation, which differs in seed"):
-        judged(cascade["folder"] / "out", **given, clip=cascade["clip"], seed=1)
-    with pytest.raises(ConfigError, match="holds pictures of another evaluation, which differs in sample"):
-        judged(cascade["folder"] / "out", **given, clip=cascade["clip"], negative_prompt="a blue star")
-    numbers = judged(cascade["folder"] / "out", **given, clip=cascade["clip"])
+        evaluated(cascade["folder"] / "out", **given, clip=cascade["clip"], seed=1)
+    with pytest.raises(ConfigError, match="holds pictures of another evaluation, which differs in sample of from"):
+        evaluated(cascade["folder"] / "out", **given, clip=cascade["clip"], negative_prompt="a blue star")
+    numbers = evaluated(cascade["folder"] / "out", **given, clip=cascade["clip"])
     assert numbers == {"clip_score": cascade["measures"]["clip_score"]}, "no other network, no other number"
 
 
@@ -145,7 +145,7 @@ def test_stage_b_reconstructs_and_every_pair_is_measured(
     torch.manual_seed(0)
     vgg = {f"features.{name}": value for name, value in make_layers(cfgs["D"]).state_dict().items()}
     save_file(vgg, tmp_path / "vgg.safetensors")
-    measures = judged(
+    measures = evaluated(
         tmp_path / "out",
         source="package:tiny/decoder",
         real=str(real),
@@ -169,9 +169,9 @@ def test_stage_b_reconstructs_and_every_pair_is_measured(
     others = draw(tmp_path / "pictures", side=95)  # of the same names and captions
     given = {"source": "package:tiny/decoder", "samples": 4}
     with pytest.raises(ConfigError, match="out=.*out: holds pictures of another evaluation, which differs in real"):
-        judged(tmp_path / "out", **given, real=str(others))
-    with pytest.raises(ConfigError, match="another evaluation, which differs in codec"):
-        judged(
+        evaluated(tmp_path / "out", **given, real=str(others))
+    with pytest.raises(ConfigError, match="another evaluation, which differs in codec of from"):
+        evaluated(
             tmp_path / "out", **given, real=str(real), codec=shutil.copytree(local_path("package:tiny/vqgan"), "codec")
         )
 
@@ -181,7 +181,7 @@ def test_stage_a_reconstructs(real: Path, tmp_path: Path) -> None:
     run = train(
         tmp_path / "a", "task=reconstruction", "model=a_tiny", *(f"model.{each}" for each in A_NARROW), *one_step
     )
-    measures = judged(tmp_path / "out", source=str(run), real=str(real))
+    measures = evaluated(tmp_path / "out", source=str(run), real=str(real))
     assert measures.keys() == {"psnr", "ssim"}
     assert 3 < measures["psnr"] < 30
     assert json.loads((run / "evaluation.jsonl").read_text())["evaluate/psnr"] == measures["psnr"]
@@ -215,7 +215,7 @@ def test_a_watched_run_is_judged_at_each_checkpoint(
     assert "0 checkpoints of" in capsys.readouterr().out.splitlines()[-1], "all are judged"
 
     pictures = run / "evaluation" / "step_4" / "pictures"
-    exported = judged(tmp_path / "export", source=str(run), **{k: given[k] for k in ("features", "samples")})
+    exported = evaluated(tmp_path / "export", source=str(run), **{k: given[k] for k in ("features", "samples")})
     caution = json.loads((tmp_path / "export" / "metrics.json").read_text())["caution"]
     assert caution.startswith("fid of 4 images against 11 real ones is too large")
     assert {caution, lines[0]["caution"]} == {caution}
@@ -231,7 +231,7 @@ def test_a_watched_run_is_judged_at_each_checkpoint(
         evaluate(EvaluateArgs(source="run", checkpoint=3, features="package:tiny", samples=4))
     assert not (run / "evaluation" / "step_3").exists()
     a_step_that_is_saved_anew_is_judged_anew(run, given, caplog)
-    a_checkpoint_may_go_while_it_is_judged(run, given, monkeypatch)
+    a_checkpoint_may_go_while_it_is_evaluated(run, given, monkeypatch)
 
 
 def a_step_that_is_saved_anew_is_judged_anew(
@@ -247,14 +247,16 @@ def a_step_that_is_saved_anew_is_judged_anew(
     earlier = [row | {"weights": "earlier"} if row["step"] == 2 else row for row in rows]
     lines.write_text("".join(json.dumps(row) + "\n" for row in earlier))
     assert evaluate(EvaluateArgs(**given)) == 0
-    assert "step_2: the run has saved this step again since; its pictures are made anew" in caplog.text
+    assert "step_2: the run has saved this step again since; its pictures are sampled anew" in caplog.text
     assert json.loads(settings.read_text()) == made
     assert pixels(picture).float().std() > 0, "made anew"
     last = json.loads(lines.read_text().splitlines()[-1])
     assert last == rows[0], "the same weights, judged again"
 
 
-def a_checkpoint_may_go_while_it_is_judged(run: Path, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def a_checkpoint_may_go_while_it_is_evaluated(
+    run: Path, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Watch in another way, while retention deletes the first checkpoint as its files are being read."""
     load = export.restore_training_state
 
@@ -302,7 +304,7 @@ def test_a_watch_of_a_finished_run_that_is_continued_goes_on(tmp_path: Path) -> 
     [
         ({}, "evaluate needs from=<a run, export or weights>, or watch=<a run>, and not both"),
         ({"source": "a", "watch": "b"}, "evaluate needs from=<a run, export or weights>"),
-        ({"watch": "b", "checkpoint": 3}, "checkpoint=3: is for from=; watch= judges all. Leave it out"),
+        ({"watch": "b", "checkpoint": 3}, "checkpoint=3: is for from=; watch= evaluates all. Leave it out"),
         (
             {"watch": "/nowhere", "max_wait_hours": 1e-9},
             "watch=/nowhere: no run has begun there in max_wait_hours=1e-09",

@@ -17,7 +17,7 @@ from cascade_train.errors import ConfigError
 from cascade_train.options import check_choice, limit
 
 if TYPE_CHECKING:
-    from cascade_train.results.evaluation.verdict import Verdict
+    from cascade_train.results.evaluation.result import Evaluation
 
 
 @dataclass(kw_only=True)
@@ -28,11 +28,11 @@ class EvaluateArgs(SamplingArgs):
     """
 
     source: str | None = None  # type: ignore[assignment]
-    """Stage that is judged: a run, its export, or published weights."""
+    """Stage that is evaluated: a run, its export, or published weights."""
     watch: str | None = None
-    """Instead of from: a run whose checkpoints are judged as they appear, until it has finished."""
+    """Instead of from: a run whose checkpoints are evaluated as they appear, until it has finished."""
     checkpoint: int | None = None
-    """Step of a checkpoint of the run to judge; null = its export."""
+    """Step of a checkpoint of the run to evaluate; null = its export."""
     prompts: Any = field(default_factory=list)
     """For a Stage C: a list, or @file with one in each line (txt) or row (csv, tsv, jsonl, parquet; @file:column); [] =
     the captions of the real pictures."""
@@ -68,7 +68,7 @@ class EvaluateArgs(SamplingArgs):
         if (self.source is None) == (self.watch is None):
             raise ConfigError("evaluate needs from=<a run, export or weights>, or watch=<a run>, and not both.")
         if self.checkpoint is not None and self.watch is not None:
-            raise ConfigError(f"checkpoint={self.checkpoint}: is for from=; watch= judges all. Leave it out.")
+            raise ConfigError(f"checkpoint={self.checkpoint}: is for from=; watch= evaluates all. Leave it out.")
         check_choice("resize", self.resize, ("clean", "tf1"))
         limit(self, "", "count", "samples", "real_samples", least=1)
         limit(self, "", "max_wait_hours", above=0.0)
@@ -82,30 +82,33 @@ class EvaluateArgs(SamplingArgs):
 
 
 def evaluate(args: EvaluateArgs) -> int:
-    """Evaluate, and return 0; raises as `judged`."""
-    judged(args)
+    """Evaluate, and return 0; raises as `evaluation`."""
+    evaluation(args)
     return 0
 
 
-def judged(args: EvaluateArgs) -> Verdict | None:
-    """Make what is missing, measure, print and keep the numbers; return them, None of a watch.
+def evaluation(args: EvaluateArgs) -> Evaluation | None:
+    """Sample what is missing, measure, print and keep the numbers; return them, None of a watch.
 
     Raises:
         ConfigError: no trained stage where one is named, settings that do not fit it, or nothing to compare with.
     """
     from cascade_train.results.evaluation import watch  # heavy: torch and everything above it
 
-    key, named = ("from", str(args.source)) if args.watch is None else ("watch", args.watch)
+    key, source = ("from", str(args.source)) if args.watch is None else ("watch", args.watch)
     if args.watch is not None:
         watch.wait_for_run(Path(args.watch), max_wait_hours=args.max_wait_hours)
-    run, out = watch.find_run(Path(named)), None if args.out is None else Path(args.out)
+    run, out = watch.find_run(Path(source)), None if args.out is None else Path(args.out)
     if args.watch is None and args.checkpoint is None:
-        return watch.judge_weights(args.settings(), *find_stages(args), run, out=out, track=args.track)
+        model, decoder = find_stages(args)
+        stages = watch.Stages(model=model, decoder=decoder, run=run, out=out, track=args.track)
+        return stages.evaluate_weights(args.settings())
     if run is None:
-        raise ConfigError(f"{key}={named}: is no run. Name the folder of a run.")
-    stages = find_stages(args, f"{key}={run}", load_saved_config(run, allow_any_target=args.allow_any_target, key=key))
-    which = args.checkpoint, args.max_wait_hours
-    return watch.judge_checkpoints(args.settings(), *stages, run, *which, out=out, track=args.track)
+        raise ConfigError(f"{key}={source}: is no run. Name the folder of a run.")
+    cfg = load_saved_config(run, allow_any_target=args.allow_any_target, key=key)
+    model, decoder = find_stages(args, f"{key}={run}", cfg)
+    stages = watch.Stages(model=model, decoder=decoder, run=run, out=out, track=args.track)
+    return stages.evaluate_checkpoints(args.settings(), args.checkpoint, args.max_wait_hours)
 
 
 COMMAND = Command(arguments=EvaluateArgs, run=evaluate, many_ranks=True)

@@ -92,7 +92,9 @@ def sampled(args: GenerateArgs, out: str | None) -> tuple[list[Image], str]:
     In a folder `out` each becomes `<prompt number>_<image number>.png`, and all a labelled `grid.png`, with numbers
     above those that are there; None = no files.
     """
-    from cascade_train.results import sampling  # heavy: torch and everything above it
+    from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
+    from cascade_train.engine.sampling import to_images
+    from cascade_train.results import sampling
 
     model, decoder = find_stages(args)
     if args.variation is not None and model.cfg.model.get("image_encoder") is None:
@@ -116,7 +118,10 @@ def sampled(args: GenerateArgs, out: str | None) -> tuple[list[Image], str]:
     if folder is not None:
         check_output(folder, "generate", is_folder=True, overwrite=True)  # which replaces nothing
         make_folder(folder)
-    images = sampling.sample_images(model, decoder, batches, sizes=sizes, seed=args.seed)
+    images: list[Image] = []
+    with process_group() as world:
+        save: sampling.Save = lambda _, image_BCHW: images.extend(to_images(image_BCHW))  # noqa: E731
+        sampling.sample_images(model, decoder, batches, save, sizes=sizes, seed=args.seed, world=world)
     if folder is None:
         return images, ""
     first, grid = sampling.write_images(images, args.prompts, folder)

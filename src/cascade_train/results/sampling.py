@@ -28,9 +28,10 @@ from cascade_train.assembly.model import build_whole_model
 from cascade_train.assembly.samples import build_image_sampler
 from cascade_train.batch import sample_seed
 from cascade_train.data.decoding.decode import to_rgb
+from cascade_train.distributed.consensus import from_every_rank
 from cascade_train.distributed.parallelize import evaluating
-from cascade_train.distributed.process_group import World, process_group
-from cascade_train.engine.sampling import compose_grid, to_images
+from cascade_train.distributed.process_group import World
+from cascade_train.engine.sampling import compose_grid
 from cascade_train.errors import ConfigError, RunError, unwritten
 from cascade_train.files.untrusted import PICTURE_BYTES, open_regular
 from cascade_train.results.find import TrainedModel
@@ -43,20 +44,30 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBatch:
-    """Prompts that are sampled at once, the numbers that seed their noise, and a guide."""
+    """Prompts that are sampled at once, the numbers that seed their noise, a guide, and images to reconstruct.
+
+    `image_BCHW` is (B, 3, H, W) uint8 on the host.
+    """
 
     captions: tuple[str, ...]
     numbers: tuple[int, ...]
     guide: Guide | None = None
+    image_BCHW: Tensor | None = None
 
 
-def batches_of(prompts: Sequence[str], files: GuideFiles, *, count: int, batch_size: int) -> Iterator[PromptBatch]:
-    """Yield batches of `count` images of each prompt, with their pictures."""
+Save = Callable[[PromptBatch, Tensor], object]
+"""Keeps the images of a batch, (B, 3, H, W) float in [0, 1]."""
+
+
+def batches_of(prompts: Sequence[str], files: GuideFiles, *, count: int, batch_size: int) -> list[PromptBatch]:
+    """Batches of `count` images of each prompt, with their pictures."""
     jobs = [(prompt, number) for prompt in range(len(prompts)) for number in range(count)]
+    batches = []
     for start in range(0, len(jobs), batch_size):
         chosen, numbers = zip(*jobs[start : start + batch_size], strict=True)
         captions = tuple(prompts[prompt] for prompt in chosen)
-        yield PromptBatch(captions=captions, numbers=numbers, guide=files.guide(chosen, numbers))
+        batches.append(PromptBatch(captions=captions, numbers=numbers, guide=files.guide(chosen, numbers)))
+    return batches
 
 
 def write_images(images: list[Image.Image], prompts: Sequence[str], folder: Path) -> tuple[Path, Path]:
@@ -180,51 +191,52 @@ def loaded(model: TrainedModel, world: World) -> Iterator[Parts]:
 
 
 def sample_images(
-    model: TrainedModel, decoder: TrainedModel | None, batches: Iterable[PromptBatch], *, sizes: Sizes, seed: int
-) -> list[Image.Image]:
-    """Sample with Stage C, B and A in a process group for this alone; without a decoder, one stage alone. Collective.
+    model: TrainedModel,
+    decoder: TrainedModel | None,
+    batches: Iterable[PromptBatch],
+    save: Save,
+    *,
+    sizes: Sizes | None,
+    seed: int,
+    world: World,
+) -> None:
+    """Sample a rank's batches with Stage C, B and A, or with one stage alone, and `save` the images. Collective.
 
-    Previews of Stage C, or reconstructions of Stage B. Stage C is freed before Stage B is loaded.
+    Without a decoder, previews of Stage C, or reconstructions of Stage B. Stage C is freed before Stage B is loaded.
+    `sizes`: None = those of the batches' own images.
     """
-    images: list[Image.Image] = []
-    with process_group() as world:
-        with loaded(model, world) as parts:
-            if decoder is None:
-                image_sampler = build_image_sampler(model.cfg, parts, sizes.sampled)
-                for batch in batches:
-                    noise = draws(seed, batch, "generate")
-                    images += to_images(image_sampler.sample(batch.captions, None, noise, batch.guide))
-                return images
-            compressor, sample = Fingerprint.of(parts.stage), latent_sampler(model, parts, sizes, seed)
-            sampled = [(batch, sample(batch).cpu()) for batch in batches]
-            del parts, sample
-        with loaded(decoder, world) as parts:
-            decode = latent_decoder(model, compressor, decoder, parts, sizes, seed)
-            for batch, latent_BCHW in sampled:
-                images += to_images(decode(batch, latent_BCHW))
-    return images
+    latents: list[tuple[PromptBatch, Tensor]] = []
+    with loaded(model, world) as parts:
 
+        def sample() -> None:
+            for batch in batches:
+                image_BCHW, size = None, None if sizes is None else sizes.sampled
+                if batch.image_BCHW is not None:
+                    height, width = batch.image_BCHW.shape[-2:]
+                    image_BCHW, size = batch.image_BCHW.to(world.device).float() / 255, (height, width)
+                given = batch.captions, image_BCHW, draws(seed, batch, "generate"), batch.guide
+                sampler = build_image_sampler(model.cfg, parts, size)
+                if decoder is None:
+                    save(batch, sampler.sample(*given))
+                else:
+                    assert isinstance(sampler, DiffusionImageSampler), "a Stage C is sampled by diffusion"
+                    latents.append((batch, sampler.latents(*given).cpu()))
 
-def latent_sampler(model: TrainedModel, parts: Parts, sizes: Sizes, seed: int) -> Callable[[PromptBatch], Tensor]:
-    """Return what samples a batch's latents with a loaded Stage C."""
-    image_sampler = build_image_sampler(model.cfg, parts, sizes.sampled)
-    assert isinstance(image_sampler, DiffusionImageSampler), "a Stage C is sampled by diffusion"
-    return lambda batch: image_sampler.latents(batch.captions, None, draws(seed, batch, "generate"), batch.guide)
+        from_every_rank(sample)
+        compressor = None if decoder is None else Fingerprint.of(parts.stage)
+        del parts
+    if decoder is None or compressor is None or sizes is None:
+        return
+    with loaded(decoder, world) as parts:
+        check_same_latents(model, compressor, decoder, Fingerprint.of(parts.stage))
+        second = build_image_sampler(decoder.cfg, parts, sizes.picture)
 
+        def decode() -> None:
+            for batch, latent_BCHW in latents:
+                guide = Guide(semantic_BCHW=latent_BCHW)
+                save(batch, second.sample(batch.captions, None, draws(seed, batch, "decode"), guide))
 
-def latent_decoder(
-    model: TrainedModel, compressor: Fingerprint, decoder: TrainedModel, parts: Parts, sizes: Sizes, seed: int
-) -> Callable[[PromptBatch, Tensor], Tensor]:
-    """Return what decodes latents with a loaded Stage B, if they are of its compressor."""
-    check_same_latents(model, compressor, decoder, Fingerprint.of(parts.stage))
-    image_sampler = build_image_sampler(decoder.cfg, parts, sizes.picture)
-
-    def decode(batch: PromptBatch, latent_BCHW: Tensor) -> Tensor:
-        return image_sampler.sample(
-            batch.captions, None, draws(seed, batch, "decode"), Guide(semantic_BCHW=latent_BCHW)
-        )
-
-    return decode
+        from_every_rank(decode)
 
 
 def draws(seed: int, batch: PromptBatch, stream: str) -> Draws:

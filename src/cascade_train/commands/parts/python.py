@@ -23,7 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from PIL.Image import Image
 
-from cascade_train.commands.evaluate import EvaluateArgs, judged
+from cascade_train.commands.evaluate import EvaluateArgs, evaluation
 from cascade_train.commands.generate import GenerateArgs, sampled
 from cascade_train.commands.parts.command_line import filled
 from cascade_train.commands.plan import PlanArgs, checked, planned
@@ -41,7 +41,7 @@ from cascade_train.redaction import log_shown
 
 if TYPE_CHECKING:
     from cascade_train.assembly.planning.plan import Plan
-    from cascade_train.results.evaluation.verdict import Verdict
+    from cascade_train.results.evaluation.result import Evaluation
 
 ORIGIN = "cascade_train"
 """Attribute of the metadata of a configuration that `compose` returned: Hydra's state, and the values by key."""
@@ -140,16 +140,16 @@ def generate(source: str | Path | Run, prompts: str | Sequence[str] = (), **opti
         return sampled(args, None if out is None else str(out))
 
 
-def evaluate(source: str | Path | Run, prompts: str | Sequence[str] = (), **options: Any) -> Verdict:
+def evaluate(source: str | Path | Run, prompts: str | Sequence[str] = (), **options: Any) -> Evaluation:
     """Measure pictures of trained stages, and return the numbers, as `measures` by name. Continues where it was killed.
 
     `source` and `prompts` as for `generate`, for a Stage C; without prompts, the captions of the real pictures. The
     options are those of `cascade-train evaluate`, by name, such as `real` and `features`.
     """
     with settings_kept(), _explained(), redirect_stdout(io.StringIO()):
-        verdict = judged(filled(EvaluateArgs, _arguments(source, prompts, options).items()))
-    assert verdict is not None, "a watch has no source"
-    return verdict
+        result = evaluation(filled(EvaluateArgs, _arguments(source, prompts, options).items()))
+    assert result is not None, "a watch has no source"
+    return result
 
 
 def _arguments(source: str | Path | Run, prompts: str | Sequence[str], options: Mapping[str, Any]) -> dict[str, Any]:

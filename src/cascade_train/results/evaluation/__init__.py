@@ -1,1 +1,1 @@
-"""How a trained model is judged: pictures made or reconstructed, measured, and the numbers kept."""
+"""How a trained model is evaluated: pictures sampled or reconstructed, measured, and the numbers kept."""

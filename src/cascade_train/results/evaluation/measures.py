@@ -1,6 +1,6 @@
 """The numbers of an evaluation, by the libraries that define them: sets of pictures, pairs, pictures and captions.
 
-Networks come from files that the user names; nothing is downloaded. What is compared with what is decided in judge.py.
+Networks come from files that the user names; nothing is downloaded. What is compared is decided in evaluate.py.
 
 Shape legend: B pictures of a batch, N pictures of a set, D features, H W size.
 """

@@ -8,7 +8,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
 from cascade_train.config.saved import CONFIG_NAME, load_yaml
-from cascade_train.engine.checkpoint.folder import EVALUATED, EVALUATIONS, CheckpointFolder, evaluation_rows
+from cascade_train.engine.checkpoint.folder import EVALUATED, EVALUATIONS, CheckpointFolder
 from cascade_train.engine.sampling import compose_grid
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import append_durably, write_durably
-from cascade_train.files.untrusted import read_lines
+from cascade_train.files.untrusted import read_lines, read_mapping
 from cascade_train.results.evaluation.pictures import Folder
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ ENOUGH = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Evaluation:
     """The result of an evaluation.
 
     Attributes:
@@ -50,12 +50,12 @@ class Verdict:
         real: name of the pictures that they were compared with; None = with none.
         real_images: how many those are.
         networks: the ones that measured, as given: features, resize, clip, lpips.
-        measures: the numbers by name.
-        settings: digest of how the model was evaluated, whatever its weights.
-        weights: digest of these; of a checkpoint, as its manifest has it.
+        settings: what pictures and numbers depend on beside the networks, as JSON values.
+        weights: stamp of the checkpoint that they are of, or "other".
         captions: of the pictures.
         count: pictures of each prompt, one behind the other.
         originals: reads the pictures, (3, H, W) uint8, that those of some numbers follow; None = they follow none.
+        measures: the numbers by name.
     """
 
     origin: str
@@ -63,21 +63,26 @@ class Verdict:
     real: str | None
     real_images: int
     networks: Mapping[str, str | None]
-    measures: Mapping[str, float]
-    settings: str
+    settings: Mapping[str, Any]
     weights: str
     captions: tuple[str, ...]
     count: int
     originals: Callable[[tuple[int, ...]], list[Tensor]] | None
+    measures: Mapping[str, float] = field(default_factory=dict)
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether the numbers of an evaluation by the same settings and networks are in a folder."""
+        there = read_mapping(folder / METRICS)
+        return all(there.get(key) == value for key, value in self.plain().items() if key in ("settings", "networks"))
 
     def plain(self) -> dict[str, Any]:
-        """Return JSON values of all but single pictures; a number that is not finite is null."""
+        """JSON values of all but single pictures; a number that is not finite is null."""
         finite = {name: value if math.isfinite(value) else None for name, value in self.measures.items()}
         keys = ("origin", "images", "real", "real_images", "networks", "settings", "weights", "caution")
         return {**{key: getattr(self, key) for key in keys}, "measures": finite}
 
     def table(self) -> str:
-        """Return the numbers as lines, each with what it is of."""
+        """The numbers as lines, each with what it is of."""
         lines = [f"{name:<12} {value:10.4f}   {self._meaning(name)}" for name, value in self.measures.items()]
         cautions = [] if self.caution is None else [self.caution]
         return "\n".join([f"{self.images} images of {self.origin}", *lines, *cautions])
@@ -119,19 +124,21 @@ class Verdict:
         return columns
 
 
-def publish(verdict: Verdict, folder: Path, *, run: Path | None, step: int | None, track: bool, is_main: bool) -> None:
+def publish(
+    result: Evaluation, folder: Path, *, run: Path | None, step: int | None, track: bool, is_main: bool
+) -> None:
     """Write the numbers into the folder, print them, and `keep` them. Collective."""
     if is_main:
-        verdict.write(folder)
-        sys.stdout.write(f"{verdict.table()}\n{folder}\n")
+        result.write(folder)
+        sys.stdout.write(f"{result.table()}\n{folder}\n")
         sys.stdout.flush()
     if run is not None and step is not None:
-        keep(verdict, run, step, folder / GRID, track=track, is_main=is_main)
+        keep(result, run, step, folder / GRID, track=track, is_main=is_main)
 
 
-def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_main: bool) -> None:
+def keep(result: Evaluation, run: Path, step: int, grid: Path, *, track: bool, is_main: bool) -> None:
     """Add the numbers to a run's `evaluation.jsonl` and, with `track`, its tracker. Collective."""
-    plain = verdict.plain()
+    plain = {key: value for key, value in result.plain().items() if key != "settings"}
     numbers = {f"{EVALUATED}{name}": value for name, value in plain.pop("measures").items()}
     if is_main:
         path = run / EVALUATIONS
@@ -159,9 +166,3 @@ def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_
     tracker.log(numbers, step)
     tracker.log_image("evaluation", grid, step)
     tracker.finish()
-
-
-def judged(run: Path, settings: str) -> set[tuple[int, str | None]]:
-    """Return steps and stamps of a run's checkpoints that were evaluated with these settings."""
-    rows = evaluation_rows(run / EVALUATIONS)
-    return {(row["step"], row.get("weights")) for row in rows if row.get("settings") == settings}

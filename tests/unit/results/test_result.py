@@ -15,29 +15,28 @@ from PIL import Image
 from cascade_train.engine.checkpoint.folder import EVALUATIONS, Manifest, evaluations, write_manifest
 from cascade_train.engine.run.report import notes
 from cascade_train.engine.sampling import CELL_PX, LABEL_PX
-from cascade_train.results.evaluation import verdict
+from cascade_train.results.evaluation import result as results
 from cascade_train.results.evaluation.pictures import Folder
-from cascade_train.results.evaluation.verdict import GRID, METRICS, Verdict, judged, keep
+from cascade_train.results.evaluation.result import GRID, METRICS, Evaluation, keep
 
 
-def found_of(**changes: Any) -> Verdict:
-    """Return a verdict with one number."""
+def result_of(**changes: Any) -> Evaluation:
+    """An evaluation with one number."""
     given: dict[str, Any] = {
-        **{"origin": "from=runs/x", "images": 1, "real": None, "real_images": 0, "networks": {}, "settings": "s"},
+        **{"origin": "from=runs/x", "images": 1, "real": None, "real_images": 0, "networks": {}, "settings": {}},
         **{"measures": {"psnr": 20.0}, "weights": "w", "captions": (), "count": 1, "originals": None},
     }
-    return Verdict(**given | changes)
+    return Evaluation(**given | changes)
 
 
 def test_numbers_follow_a_line_that_a_crash_has_torn(tmp_path: Path) -> None:
-    lines, whole = tmp_path / EVALUATIONS, json.dumps({"step": 2, "settings": "s", "weights": "w"}) + "\n"
+    lines, whole = tmp_path / EVALUATIONS, json.dumps({"step": 2, "weights": "w"}) + "\n"
     lines.write_text(whole + '{"step": 4, "evalua')
     for step in (4, 6):
-        keep(found_of(), tmp_path, step, tmp_path / GRID, track=False, is_main=True)
+        keep(result_of(), tmp_path, step, tmp_path / GRID, track=False, is_main=True)
     assert lines.read_text().startswith(whole)
     assert len(lines.read_text().splitlines()) == 4
     assert evaluations(lines, {4: "w"})[4] == {"evaluate/psnr": 20.0}
-    assert judged(tmp_path, "s") == {(2, "w"), (4, "w"), (6, "w")}
 
 
 def test_numbers_go_to_the_tracked_run_of_the_newest_checkpoint(
@@ -51,25 +50,25 @@ def test_numbers_go_to_the_tracked_run_of_the_newest_checkpoint(
         folder.mkdir(parents=True)
         write_manifest(folder, Manifest(step=step, files={}, facts={"tracker_run_id": run_id}))
     build = MagicMock()
-    monkeypatch.setattr(verdict, "build_tracker", build)
-    keep(found_of(), tmp_path, 2, tmp_path / GRID, track=True, is_main=True)
+    monkeypatch.setattr(results, "build_tracker", build)
+    keep(result_of(), tmp_path, 2, tmp_path / GRID, track=True, is_main=True)
     assert build.call_args.kwargs["run_id"] == "the-id"
     build.return_value.log.assert_called_once_with({"evaluate/psnr": 20.0}, 2)
 
 
 def shown(folder: Path, *, prompts: int, count: int, follows: bool) -> list[list[int]]:
     """Write the grid of grey pictures, 10 times their number, originals 5 more; return the greys of its cells."""
-    Folder(folder).make()
+    (folder / "pictures").mkdir(parents=True)
     for number in range(prompts * count):
         Image.new("RGB", (64, 64), (10 * number,) * 3).save(Folder(folder).picture(number))
-    found = found_of(
+    result = result_of(
         images=prompts * count,
         measures={"psnr": float("inf")},
         captions=tuple(f"prompt {number // count}" for number in range(prompts * count)),
         count=count,
         originals=(lambda batch: [torch.full((3, 64, 64), 10 * batch[0] + 5, dtype=torch.uint8)]) if follows else None,
     )
-    found.write(folder)
+    result.write(folder)
     assert '"psnr": null' in (folder / METRICS).read_text()
     grid = np.asarray(Image.open(folder / GRID))
     rows, columns = (grid.shape[0] - 24) // CELL_PX, (grid.shape[1] - LABEL_PX) // CELL_PX
@@ -83,9 +82,9 @@ def shown(folder: Path, *, prompts: int, count: int, follows: bool) -> list[list
 def test_a_row_is_a_prompt_and_a_column_a_picture_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(tmp_path / "many", prompts=2, count=3, follows=False) == [[0, 10, 20], [30, 40, 50]]
     assert shown(tmp_path / "one", prompts=3, count=1, follows=True) == [[5, 0], [15, 10], [25, 20]]
-    assert (verdict.ROWS, verdict.COLUMNS) == (12, 8)
-    monkeypatch.setattr(verdict, "ROWS", 1)
-    monkeypatch.setattr(verdict, "COLUMNS", 2)
+    assert (results.ROWS, results.COLUMNS) == (12, 8)
+    monkeypatch.setattr(results, "ROWS", 1)
+    monkeypatch.setattr(results, "COLUMNS", 2)
     assert shown(tmp_path / "cut", prompts=2, count=3, follows=False) == [[0, 10]]
 
 
@@ -102,26 +101,26 @@ def test_few_pictures_are_cautioned_against_wherever_their_fid_is_shown(
     tmp_path: Path, name: str, images: int, real: int, words: str | None
 ) -> None:
     networks = {"clip": "c", "features": "f", "resize": "clean"}
-    found = found_of(images=images, real="photos", real_images=real, networks=networks, measures={name: 90.0})
-    keep(found, tmp_path, 4, tmp_path / GRID, track=False, is_main=True)
+    result = result_of(images=images, real="photos", real_images=real, networks=networks, measures={name: 90.0})
+    keep(result, tmp_path, 4, tmp_path / GRID, track=False, is_main=True)
     page = [note["text"] for note in notes(tmp_path, {}) if note["warning"]]
     if words is None:
-        assert found.plain()["caution"] is None
-        assert len(found.table().splitlines()) == 2
+        assert result.plain()["caution"] is None
+        assert len(result.table().splitlines()) == 2
         assert page == []
         return
-    assert found.plain()["caution"].startswith(words)
-    assert found.table().splitlines()[-1].startswith(words)
+    assert result.plain()["caution"].startswith(words)
+    assert result.table().splitlines()[-1].startswith(words)
     assert page[0].startswith(f"Evaluation of step 4: {words}")
 
 
 def test_a_number_is_shown_beside_what_it_was_measured_against() -> None:
     networks = {"clip": "c", "features": "f.pth", "resize": "clean"}
     measures = {"psnr": 20.0, "fid": 3.0, "clip_score": 9.0}
-    found = found_of(real="photos", real_images=7, networks=networks, measures=measures)
-    psnr, fid, clip = found.table().splitlines()[1:4]
+    result = result_of(real="photos", real_images=7, networks=networks, measures=measures)
+    psnr, fid, clip = result.table().splitlines()[1:4]
     assert psnr.endswith("each against 7 of photos")
     assert fid.endswith(" against 7 of photos, by f.pth, resize=clean")
     assert clip.endswith("images and their captions, by c")
-    packaged = found_of(real="photos", real_images=7, networks={"features": "package:tiny"}, measures={"fid": 3.0})
+    packaged = result_of(real="photos", real_images=7, networks={"features": "package:tiny"}, measures={"fid": 3.0})
     assert packaged.table().splitlines()[1].endswith("against 7 of photos, by package:tiny")

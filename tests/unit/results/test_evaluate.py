@@ -11,16 +11,13 @@ import torch
 from PIL import Image
 
 from cascade_train.distributed.process_group import World
-from cascade_train.engine.run.lock import LOCK_NAME
 from cascade_train.errors import ConfigError
-from cascade_train.results.evaluation.judge import Judge, Purpose, Settings, check_fits, claim, locked, measurable
+from cascade_train.results.evaluation.evaluate import Purpose, Settings, check_fits, claim, measurable
 from cascade_train.results.evaluation.measures import Pictures, load_networks
 from cascade_train.results.evaluation.pictures import Folder
 from cascade_train.results.evaluation.published import INCEPTION
 from cascade_train.results.find import TrainedModel
 from tests.unit.config.composing import checked
-from tests.unit.data import tars
-from tests.unit.engine.run.test_lock import holding
 
 EMPTY: dict[str, Any] = dict.fromkeys(each.name for each in fields(Settings))
 SETTINGS = Settings(**EMPTY | {"prompts": ("a red square",), "count": 1, "seed": 0, "batch_size": 1, "resize": "clean"})
@@ -30,8 +27,8 @@ def claimed(out: Path, weights: str, *, seed: int = 0, run: Path | None = None) 
     """Claim a folder; return whether the picture that lay in it is still there."""
     out.mkdir(parents=True, exist_ok=True)
     claim(out, {"from": weights, "seed": seed}, run=run)
-    Folder(out).make()
     was_there = Folder(out).picture(0).is_file()
+    (out / "pictures").mkdir(exist_ok=True)
     Folder(out).picture(0).touch()
     return was_there
 
@@ -45,7 +42,7 @@ def test_pictures_stay_unless_the_run_has_replaced_the_weights(
     assert claimed(out, "a"), "another way to name the same weights"
     assert not caplog.messages
     assert not claimed(out, "b", run=tmp_path)
-    assert "the run has saved this step again since; its pictures are made anew" in caplog.text
+    assert "the run has saved this step again since; its pictures are sampled anew" in caplog.text
     assert claimed(out, "b", run=tmp_path)
 
 
@@ -62,47 +59,6 @@ def test_pictures_of_another_run_or_of_no_run_are_never_removed(tmp_path: Path) 
     with pytest.raises(ConfigError, match="which differs in from"):
         claimed(tmp_path / "plain", "b")
     assert claimed(tmp_path / "out", "a", run=tmp_path / "one")
-
-
-def test_a_second_evaluation_of_a_folder_is_refused_while_the_first_is_at_work(world: World, tmp_path: Path) -> None:
-    out = tmp_path / "evaluation" / "step_2"
-    out.mkdir(parents=True)
-    with holding(out) as first:
-        named = rf"out={out} is in use by process {first.pid} on .*wait for it or stop it, or another out="
-        with pytest.raises(ConfigError, match=named), locked(out, world):
-            pass
-        assert (out / LOCK_NAME).is_file(), "the first still holds it"
-    with locked(out, world):
-        (out / "picture").touch()
-    assert [path.name for path in out.iterdir()] == ["picture"]
-
-
-def test_an_evaluation_that_is_refused_leaves_no_folder(world: World, tmp_path: Path) -> None:
-    out = tmp_path / "evaluation" / "step_2"
-    with locked(out, world):
-        assert out.is_dir()
-    assert list(tmp_path.iterdir()) == []
-    out = tmp_path / "file"
-    out.touch()
-    with pytest.raises(ConfigError, match="out=.*file cannot be a folder: File exists"), locked(out, world):
-        pass
-
-
-def test_numbers_against_other_real_pictures_were_found_in_another_way(world: World, tmp_path: Path) -> None:
-    model = TrainedModel(origin="from=x", cfg=checked("model=c_tiny", "task=finetune"), export=None)
-
-    def way(**changes: Any) -> str:
-        settings = replace(SETTINGS, **{"real": (str(tmp_path),), "features": "package:tiny"} | changes)
-        return Judge(settings, world).digest(model, None)
-
-    (tmp_path / "a.jpg").write_bytes(tars.picture(tint=0))
-    before = way()
-    assert way() == before
-    assert way(seed=1) != before
-    unseen = way(features=None, clip="clip")
-    (tmp_path / "b.jpg").write_bytes(tars.picture(tint=40))
-    assert way() != before
-    assert way(features=None, clip="clip") == unseen, "pictures that no number is of"
 
 
 def test_what_is_not_chosen_is_measured_by_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +87,7 @@ def test_what_is_not_chosen_is_measured_by_what_is_there(tmp_path: Path, monkeyp
 
 def test_pictures_of_an_evaluation_that_are_no_longer_whole_are_named(tmp_path: Path, world: World) -> None:
     folder = Folder(tmp_path)
-    folder.make()
+    (tmp_path / "pictures").mkdir()
     Image.new("RGB", (4, 4)).save(folder.picture(0))
     Image.new("RGB", (8, 4)).save(folder.picture(1))
     with pytest.raises(ConfigError, match="pictures 0 to 1 of the evaluation differ in size; remove its out= folder"):
