@@ -9,21 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from cascade_train.assembly.components import build_component
-from cascade_train.batch import sample_seed
 from cascade_train.data.data_set import Rows, open_data_set
 from cascade_train.data.order.position import ShapeGroups
-from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.data.survey.look import survey
 from cascade_train.data.survey.report import Report
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.text_encoder import LONG_PIECES, TokenCounter, token_counter
-
-READ = 32
-"""Samples whose captions are read."""
 
 SHOWN = 6
 """Training sizes that are listed."""
@@ -40,8 +34,6 @@ class Samples:
         saved_steps: between checkpoints, where `checkpoint.every_epochs` counts these.
         notes: why they are unknown, or what opening the data logged, such as how many samples a filter keeps.
         buckets: height and width in pixels of each training size, and its number of samples, most first.
-        long: of `read` captions, how many have more than `max_tokens` tokens, start and end included.
-        can_take_more: whether the text encoder would take more, as long captions.
     """
 
     count: int | None = None
@@ -50,10 +42,6 @@ class Samples:
     saved_steps: int | None = None
     notes: Sequence[str] = ()
     buckets: Sequence[tuple[int, int, int]] = ()
-    long: int = 0
-    read: int = 0
-    max_tokens: int = 77
-    can_take_more: bool = False
 
     def lines(self, steps: int | None) -> Iterator[str]:
         """Yield the plan's lines on the samples of a run with this many steps."""
@@ -71,9 +59,6 @@ class Samples:
                 f"{len(small)} of {len(self.buckets)} training sizes have fewer samples than a global batch of"
                 f" {global_batch_size}: theirs come with those of later epochs."
             )
-        if self.long:
-            remedy = "; model.text_encoder.long_captions=true takes three times as many" if self.can_take_more else ""
-            yield f"{self.long} of {self.read} captions have more than {self.max_tokens} tokens and are cut{remedy}."
 
 
 def look(cfg: DictConfig, *, ranks: int) -> Samples:
@@ -106,15 +91,14 @@ def _look(cfg: DictConfig, log: Sequence[str], *, ranks: int) -> Samples:
     part = data.training
     if not part.index.rows_are_samples:
         return Samples(steps=steps, notes=["streamed, number of samples unknown"])
-    known = {
-        "count": len(part.rows),
-        "steps": steps,
-        "saved_steps": saved_steps,
-        "epoch_steps": len(part.rows) / batch["global_batch_size"],
-        "notes": log,
-        "buckets": _sizes(part),
-    }
-    return Samples(**known, **({} if source.is_cache else _lengths(cfg, part)))
+    return Samples(
+        count=len(part.rows),
+        steps=steps,
+        saved_steps=saved_steps,
+        epoch_steps=len(part.rows) / batch["global_batch_size"],
+        notes=log,
+        buckets=_sizes(part),
+    )
 
 
 def _places(node: Any) -> Iterator[str]:
@@ -133,31 +117,6 @@ def _sizes(part: Rows) -> list[tuple[int, int, int]]:
     count_K, sizes_K2 = shapes.groups.sizes, shapes.buckets.sizes_K2
     order = [place for place in np.argsort(-count_K, kind="stable").tolist() if count_K[place]]
     return [(*sizes_K2[place].tolist(), int(count_K[place])) for place in order]
-
-
-def _lengths(cfg: DictConfig, part: Rows) -> dict[str, Any]:
-    """Return how many of some captions, evenly spread, have more tokens than the text encoder takes."""
-    encoder = cfg.model.get("text_encoder")
-    if encoder is None:
-        return {}
-    captions = []
-    for place in np.unique(np.linspace(0, len(part.rows) - 1, READ).round().astype(np.int64)).tolist():
-        row = int(part.rows[place])
-        generator = torch.Generator().manual_seed(sample_seed(cfg.run.seed, 0, row, "caption"))
-        try:
-            captions.append(part.source.captions_of(row)(part.source.read(row), generator))
-        except (UnreadableSampleError, OSError):  # the run replaces it
-            continue
-    most = _max_tokens(encoder)
-    unsure = [
-        caption for caption in captions if len("".join(caption.split()).encode()) > most - 2
-    ]  # a byte each at least
-    return {
-        "long": sum(tokens > most for tokens in _counter(encoder)(unsure)) if unsure else 0,
-        "read": len(captions),
-        "max_tokens": most,
-        "can_take_more": not encoder.get("long_captions"),
-    }
 
 
 def _max_tokens(encoder: Mapping[str, Any]) -> int:
