@@ -303,24 +303,14 @@ def test_a_watch_of_a_finished_run_that_is_continued_goes_on(tmp_path: Path) -> 
     ("given", "message"),
     [
         ({}, "evaluate needs from=<a run, export or weights>, or watch=<a run>, and not both"),
-        ({"source": "a", "watch": "b"}, "evaluate needs from=<a run, export or weights>"),
         ({"watch": "b", "checkpoint": 3}, "checkpoint=3: is for from=; watch= evaluates all. Leave it out"),
-        (
-            {"watch": "/nowhere", "max_wait_hours": 1e-9},
-            "watch=/nowhere: no run has begun there in max_wait_hours=1e-09",
-        ),
         ({"watch": "{real}"}, "pictures: is no run. Name the folder of a run"),
-        ({"source": "{real}", "checkpoint": 2}, "pictures: is no run. Name the folder of a run"),
-        ({"source": "c", "resize": "bilinear"}, "resize=bilinear is unknown; choose one of clean, tf1"),
-        ({"source": "c", "samples": 0}, "samples=0 must be 1 or more"),
-        ({"source": "c", "max_wait_hours": 0.0}, "max_wait_hours=0.0 must be greater than 0"),
         (
             {"source": "package:tiny", "prompts": "a", "features": "package:tiny", "real": "{real}"},
             "features=package:tiny: sets of 1 images and 5 real pictures are too small to compare; at least 4",
         ),
         ({"source": "package:tiny", "clip": "c", "lpips": "v"}, "lpips=v: compares reconstructions with originals"),
         ({"source": "package:tiny", "features": "package:tiny", "real": "nowhere"}, "real=nowhere: data"),
-        ({"source": "package:tiny", "features": "none.pth"}, "features=none.pth"),
         (
             {"source": "package:tiny/decoder", "prompts": "a", "real": "{real}"},
             "prompts: is for a Stage C that samples from captions alone, and from=package:tiny/decoder makes one",

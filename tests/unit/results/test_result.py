@@ -112,15 +112,3 @@ def test_few_pictures_are_cautioned_against_wherever_their_fid_is_shown(
     assert result.plain()["caution"].startswith(words)
     assert result.table().splitlines()[-1].startswith(words)
     assert page[0].startswith(f"Evaluation of step 4: {words}")
-
-
-def test_a_number_is_shown_beside_what_it_was_measured_against() -> None:
-    networks = {"clip": "c", "features": "f.pth", "resize": "clean"}
-    measures = {"psnr": 20.0, "fid": 3.0, "clip_score": 9.0}
-    result = result_of(real="photos", real_images=7, networks=networks, measures=measures)
-    psnr, fid, clip = result.table().splitlines()[1:4]
-    assert psnr.endswith("each against 7 of photos")
-    assert fid.endswith(" against 7 of photos, by f.pth, resize=clean")
-    assert clip.endswith("images and their captions, by c")
-    packaged = result_of(real="photos", real_images=7, networks={"features": "package:tiny"}, measures={"fid": 3.0})
-    assert packaged.table().splitlines()[1].endswith("against 7 of photos, by package:tiny")

@@ -300,7 +300,7 @@ def weights_of(source: str) -> str:
 def claim(out: Path, settings: Mapping[str, Any], *, run: Path | None = None) -> None:
     """Begin an evaluation in a folder, or continue it; a ConfigError if it has pictures of other settings.
 
-    Pictures of weights that `run` itself has replaced since, as by a resume, are removed with a warning.
+    Pictures of weights that `run` itself has replaced since are removed with a warning.
     """
     path, owner = make_folder(out) / SETTINGS, None if run is None else str(run.resolve())
     if not path.is_file():
