@@ -137,7 +137,7 @@ def generate(source: str | Path | Run, prompts: str | Sequence[str] = (), **opti
     out = options.pop("out", None)
     with settings_kept(), _explained():
         args = filled(GenerateArgs, _arguments(source, prompts, options).items())
-        return sampled(args, None if out is None else str(out))
+        return sampled(args, None if out is None else str(out))[0]
 
 
 def evaluate(source: str | Path | Run, prompts: str | Sequence[str] = (), **options: Any) -> Evaluation:
