@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bench.parity_case import Comparison, NotCoveredError, Outcome, Variant
-from cascade_train.models.cascade.formats.names import map_keys
+from cascade_train.models.cascade.family import map_keys
 from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.cascade.previewer import PreviewNetwork
 from cascade_train.models.cascade.semantic_compressor import EfficientNetCompressor

@@ -24,7 +24,7 @@ from torch import Tensor
 from cascade_train.__main__ import launch
 from cascade_train.commands.export import ExportArgs, export
 from cascade_train.config.groups import option_files
-from cascade_train.models.cascade.formats.names import original_state
+from cascade_train.models.cascade.family import original_state
 
 LR = 1e-3
 SMALL_RUN = (

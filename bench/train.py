@@ -49,7 +49,7 @@ from cascade_train.assembly.planning import strategies
 from cascade_train.assembly.planning.devices import CONTEXT_BYTES, Budget
 from cascade_train.batch import Batch
 from cascade_train.engine.loop import Trainer
-from cascade_train.models.cascade.formats.names import original_state
+from cascade_train.models.cascade.family import original_state
 from cascade_train.models.cascade.unet_config import BLOCK_TYPES
 
 BATCHES = 4

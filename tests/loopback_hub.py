@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -26,23 +26,19 @@ class Hub:
 
     `files` are its contents by name; those above `lfs_bytes` are announced by SHA-256, others by git's SHA-1. `faults`
     are answered one by one instead of the next requests for a file's content: a number of bytes after which the
-    connection is cut, "wrong" bytes, an "endless" body (of status 404: "endless 404"), or (status, headers). `headers`
-    replace those that announce a file, None leaves one out. `refusal` is the answer to everything. `pushed` holds what
-    came by commits, by repository and name, `made` what was asked for new repositories, and `endless` counts the bytes
-    of endless bodies that were taken.
+    connection is cut, or "wrong" bytes. `refusal` is the answer to everything. `pushed` holds what came by commits, by
+    repository and name, `made` what was asked for new repositories.
     """
 
     files: dict[str, bytes]
     lfs_bytes: int = 1000
     commit: str = COMMIT
     faults: deque[Any] = field(default_factory=deque)
-    headers: dict[str, str | None] = field(default_factory=dict)
     refusal: tuple[int, dict[str, str]] | None = None
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     made: list[dict[str, Any]] = field(default_factory=list)
     pushed: dict[str, dict[str, bytes]] = field(default_factory=dict)
     stored: dict[str, bytes] = field(default_factory=dict)
-    endless: int = 0
     url: str = ""
 
     def etag(self, content: bytes) -> str:
@@ -83,33 +79,26 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         if (content := self.found()) is not None:
-            headers: dict[str, str | None] = {"ETag": f'"{self.hub.etag(content)}"', "X-Repo-Commit": self.hub.commit}
-            headers |= {"Content-Length": str(len(content)), "Accept-Ranges": "bytes"}
-            self.answer(200, {name: value for name, value in (headers | self.hub.headers).items() if value is not None})
+            headers = {"ETag": f'"{self.hub.etag(content)}"', "X-Repo-Commit": self.hub.commit}
+            self.answer(200, headers | {"Content-Length": str(len(content)), "Accept-Ranges": "bytes"})
 
     def do_GET(self) -> None:
+        if self.path.startswith("/api/models/owner/name/tree/"):
+            self.answer_json([self.entry(name, content) for name, content in self.hub.files.items()])
+            return
         if (content := self.found()) is None:
             return
         fault = self.hub.faults.popleft() if self.hub.faults else None
-        if isinstance(fault, tuple):
-            self.answer(*fault)
-            return
-        if isinstance(fault, str) and fault.startswith("endless"):
-            self.answer_without_end(int(fault.removeprefix("endless") or 200))
-            return
         first = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
         ranged = {"Content-Range": f"bytes {first}-{len(content) - 1}/{len(content)}"} if first else {}
         self.answer(206 if first else 200, {"Content-Length": str(len(content) - first), **ranged})
         rest = bytes(len(content) - first) if fault == "wrong" else content[first:]
         self.wfile.write(rest[:fault] if isinstance(fault, int) else rest)
 
-    def answer_without_end(self, status: int) -> None:
-        self.send_response(status)
-        self.send_header("Location", self.path)
-        self.end_headers()
-        with suppress(ConnectionError):
-            for _ in range(2000):  # which a client that does not stop would take all
-                self.hub.endless += self.wfile.write(bytes(10_000))
+    def entry(self, name: str, content: bytes) -> dict[str, Any]:
+        digest, told = self.hub.etag(content), {"type": "file", "path": name, "size": len(content)}
+        large = {"lfs": {"oid": digest, "size": len(content), "pointerSize": 1}} if len(digest) == 64 else {}
+        return told | {"oid": digest[:40]} | large
 
     def do_POST(self) -> None:
         """Take a new repository, and the four requests of an upload: the card, modes, large files, the commit."""

@@ -278,6 +278,9 @@ def test_what_does_not_fit_is_refused(base: Path, lora: Path, tmp_path: Path) ->
     single = lora / "export" / "lora" / "adapter_model.safetensors"
     with pytest.raises(ConfigError, match="is no run with checkpoints; say what to write it as, e.g. format=original"):
         export(ExportArgs(source=str(single)))
+    for missing in ("gone.safetensors", str(tmp_path / "gone"), "owner/gone.safetensors"):
+        with pytest.raises(ConfigError, match=f"from={missing}: no such file or folder"):
+            export(ExportArgs(source=missing, format="kohya"))
     with pytest.raises(ConfigError, match="format=comfy is unknown. Did you mean comfyui"):
         ExportArgs(source=str(single), format="comfy")
     with pytest.raises(ConfigError, match="format=diffusers: from=.* holds adapters, whose formats are peft, comfyui"):

@@ -16,7 +16,13 @@ from cascade_train.config.saved import CONFIG_NAME
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import HubSource, parse_source
 from cascade_train.files.run_folder import is_run, no_checkpoint_yet
-from cascade_train.models.formats.weights_source import LORA_FILES, NETWORK_FILES, SINGLE_FILE
+from cascade_train.models.formats.weights_source import (
+    LORA_FILES,
+    NETWORK_FILES,
+    SINGLE_FILE,
+    SINGLE_FILE_SUFFIXES,
+    local_path,
+)
 from cascade_train.options import check_choice, check_length
 
 OF_CHECKPOINT = ("step", "weights", "average")
@@ -77,6 +83,10 @@ class ExportArgs(WeightsArgs):
 def _is_run_to_export(args: ExportArgs, source: Path) -> bool:
     """Return whether `source` is a run with checkpoints; a ConfigError where `args` ask what only one has."""
     of_run = (source / CONFIG_NAME).is_file() and (source / "checkpoints").is_dir()
+    on_hub = parse_source(args.source)
+    is_name = on_hub is not None and (on_hub.inside or not args.source.endswith(SINGLE_FILE_SUFFIXES))
+    if not local_path(args.source).exists() and (not is_name or Path(source.parts[0]).is_dir()):
+        raise ConfigError(f"from={source}: no such file or folder; name a run, weights or adapters.")
     if is_run(source) and (reason := no_checkpoint_yet(source)):
         raise ConfigError(f"from={source}: {reason}")
     for key in OF_CHECKPOINT:

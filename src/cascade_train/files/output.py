@@ -160,18 +160,25 @@ def replaced_folder(folder: Path, command: str) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _move(beside: Path, names: list[Path], folder: Path, command: str) -> None:
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time write into a folder, where the file system has locks."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # file systems without locks
+        with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _move(beside: Path, names: list[Path], folder: Path, command: str) -> None:
+    with locked(folder):
         before = _recorded(folder, command) or {}
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (beside / name).replace(folder / name)
         remove_files(folder, {Path(name) for name in before} - {*names})
-    finally:
-        os.close(handle)
 
 
 def remove_files(folder: Path, names: Iterable[Path]) -> None:

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from cascade_train.errors import ConfigError
 from cascade_train.models.adapters.kind import Init, Strength, usual
 from cascade_train.models.adapters.kind import LoraSpec as LoraSpec
-from cascade_train.models.adapters.kinds import KINDS, is_adapter, peft_options
-from cascade_train.models.adapters.lora import output_norms
+from cascade_train.models.adapters.kinds import KINDS, is_adapter, output_norms, peft_options
 from cascade_train.models.initialize import Shares, fill_
 from cascade_train.options import is_found
 

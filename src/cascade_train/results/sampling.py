@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,10 +34,13 @@ from cascade_train.distributed.parallelize import evaluating
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.sampling import compose_grid
 from cascade_train.errors import ConfigError, RunError, unwritten
+from cascade_train.files.output import locked
 from cascade_train.files.untrusted import PICTURE_BYTES, open_regular
 from cascade_train.results.find import TrainedModel
 from cascade_train.tasks.base import Draws, Guide
 from cascade_train.tasks.text_to_image import DiffusionImageSampler
+
+_NUMBERED = re.compile(r"(\d+)_\d+\.png|grid_(\d+)\.png")
 
 Size = tuple[int, int]
 """Height and width."""
@@ -72,18 +76,21 @@ def batches_of(prompts: Sequence[str], files: GuideFiles, *, count: int, batch_s
 
 def write_images(images: list[Image.Image], prompts: Sequence[str], folder: Path) -> tuple[Path, Path]:
     """Write `<prompt>_<image>.png` and a grid, numbered on from what is in the folder; return first image and grid."""
-    count, taken = len(images) // len(prompts), folder.glob("[0-9]*_[0-9]*.png")
-    start = 1 + max((int(path.name.partition("_")[0]) for path in taken), default=-1)
-    paths = [folder / f"{start + i // count:02d}_{i % count:02d}.png" for i in range(len(images))]
-    grid = folder / ("grid.png" if start == 0 else f"grid_{start:02d}.png")
+    count = len(images) // len(prompts)
     columns = {f"image {number}": images[number::count] for number in range(count)}
-    pictures = dict(zip(paths, images, strict=True)) | {grid: compose_grid(prompts, columns)}
     try:
-        for path, picture in pictures.items():
-            with path.open("xb") as file:
-                picture.save(file, format="png")
+        with locked(folder):
+            taken = (
+                int(match[1] or match[2]) for path in folder.iterdir() if (match := _NUMBERED.fullmatch(path.name))
+            )
+            start = 1 + max(taken, default=-1)
+            paths = [folder / f"{start + i // count:02d}_{i % count:02d}.png" for i in range(len(images))]
+            grid = folder / (f"grid_{start:02d}.png" if start or (folder / "grid.png").exists() else "grid.png")
+            for path, picture in (*zip(paths, images, strict=True), (grid, compose_grid(prompts, columns))):
+                with path.open("xb") as file:
+                    picture.save(file, format="png")
     except OSError as error:
-        raise RunError(f"{unwritten(path, error)}. Choose another out.") from error
+        raise RunError(f"{unwritten(folder, error)}. Choose another out.") from error
     return paths[0], grid
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cascade_train.models import initialize
-from cascade_train.models.cascade.formats.names import original_state
+from cascade_train.models.cascade.family import original_state
 from cascade_train.models.formats.lora_files import fill_adapters
 from cascade_train.models.formats.weights import StoredValues
 from cascade_train.models.initialize import (

@@ -47,7 +47,6 @@ def test_a_file_of_the_hub_that_cannot_be_had_is_described(monkeypatch: pytest.M
         assert (repo, name, revision) == ("owner/name", "sub/e.pth", "main")
         raise OSError("no network")
 
-    monkeypatch.setattr("cascade_train.files.hub._reach", lambda endpoint: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     with pytest.raises(ConfigError, match=r"e.pth: not a path, and the download from the hub failed \(OSError.* MIT"):
         find_file("owner/name:sub/e.pth", KNOWN)

@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.models.cascade.family import CASCADE
-from cascade_train.models.cascade.formats import names
-from cascade_train.models.cascade.formats.names import original_state
+from cascade_train.models.cascade import family
+from cascade_train.models.cascade.family import CASCADE, original_state
 from cascade_train.models.formats import export_lora as export_lora_module
 from cascade_train.models.formats.export import build_plain_network, fixed_prediction, save_network
 from cascade_train.models.formats.export_lora import export_lora, read_changes
@@ -69,7 +68,7 @@ def test_a_file_that_reads_back_differently_never_appears(
     damage: Callable[[dict[str, Tensor]], dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = small_network()
-    monkeypatch.setattr(names, "original_state", lambda state: original_state(damage(state)))
+    monkeypatch.setattr(family, "original_state", lambda state: original_state(damage(state)))
     with pytest.raises(RunError, match="clf.1.bias reads back differently from what was written; nothing was kept"):
         save_network(CASCADE, network.state_dict(), network.config, tmp_path / "stage.safetensors", format="original")
     assert not list(tmp_path.iterdir())

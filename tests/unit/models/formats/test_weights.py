@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.cascade.family import CASCADE
-from cascade_train.models.cascade.formats.names import original_state
+from cascade_train.models.cascade.family import CASCADE, original_state
 from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.weights import StoredTensors, load_module, load_pickle, load_state
 from tests.unit.models.small_networks import SMALL_B, empty_network, small_network
