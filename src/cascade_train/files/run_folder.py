@@ -7,10 +7,9 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.untrusted import read_mapping, read_rows
+from cascade_train.files.untrusted import read_mapping
 
 EXPORT, EXPORTED = "export", "exported.json"
 BESIDE = ("environment.json", "checkpoints")
@@ -20,7 +19,7 @@ _OUTPUTS = {"metrics.jsonl", "multirun.yaml", EXPORTED, "model_index.json", "ada
 """Files of which one marks a run, a sweep, an export, or a cache of latents."""
 _SYSTEMS = {"@eaDir", "#recycle", "@Recycle", "$RECYCLE.BIN", "__MACOSX"}
 """Folders of thumbnails and deleted files that systems leave among pictures."""
-_SAMPLE = re.compile(r"\d{2,}_\w+\.png")
+_SAMPLE, _GRID = re.compile(r"\d{2,}_\w+\.png"), re.compile(r"grid(_\d+)?\.png")
 _log = logging.getLogger("cascade_train.data")  # whose lines `inspect` shows
 
 
@@ -48,7 +47,8 @@ def _written_beside(names: Collection[str], *, is_root: bool) -> set[str]:
     written = {"loss.png", "loss_by_logsnr.png"} if "metrics.jsonl" in names else set()
     written |= {"samples.png"} if "README.md" in names else set()
     samples = set(filter(_SAMPLE.fullmatch, names)) if "grid.png" in names else set()
-    return written | ({"grid.png"} if samples else set()) | (set() if is_root else samples)
+    grids = set(filter(_GRID.fullmatch, names)) if samples else set()
+    return written | grids | (set() if is_root else samples)
 
 
 def walk_data(root: Path) -> Iterator[tuple[Path, list[str]]]:
@@ -99,24 +99,10 @@ def make_folder(out: Path) -> Path:
 
 
 def no_checkpoint_yet(run: Path) -> str | None:
-    """Return when a run without a checkpoint saves one, as a sentence; None where it has one."""
+    """A sentence on a run without a checkpoint; None where it has one."""
     if (run / "export").is_dir() or any((run / "checkpoints").glob("step_*")):
         return None
-    config = read_mapping(run / "config.yaml")
-    step = max((row["step"] for row in read_rows(run / "metrics.jsonl", step=int) if "step" in row), default=0)
     return (
-        f"this run has no checkpoint yet. It is at step {step:,}, and saves {_next_save(config, step)}. If it is "
-        "running, wait for that, or stop it by Ctrl-C, which saves one; if it has ended, its command starts it again."
+        "this run has no checkpoint yet. If it is running, wait for one (checkpoint.every_steps), or press Ctrl-C, "
+        "which saves one; if it has ended, its command starts it again."
     )
-
-
-def _next_save(config: Any, step: int) -> str:
-    try:
-        checkpoint, last = config["checkpoint"], config["train"]["max_steps"]
-        epochs, every = checkpoint.get("every_epochs"), checkpoint["every_steps"]
-    except (LookupError, TypeError, AttributeError):  # damaged
-        return "one at its end at the latest"
-    if epochs is not None:
-        return f"one every {epochs} epochs"
-    ends = [each for each in (last, every and (step // every + 1) * every) if each]
-    return f"the next at step {min(ends):,}" if ends else "one at its end"
