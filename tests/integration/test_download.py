@@ -18,7 +18,6 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
 from cascade_train.__main__ import launch
 from cascade_train.commands.export import ExportArgs, export
-from cascade_train.config.groups import option_targets
 from cascade_train.errors import ConfigError
 from cascade_train.models.formats.weights_source import TOKENIZER_FILES, find_weight_files
 from cascade_train.models.text_encoder import PACKAGED_TOKENIZER
@@ -192,13 +191,6 @@ def test_a_damaged_file_is_found_and_downloaded_again(hub: Hub, capsys: pytest.C
     assert "checksum mismatch of prior/" in capsys.readouterr().err
 
 
-def test_models_without_files_of_the_hub_need_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    every_tiny = sorted(name for name in option_targets("model") if name.endswith("_tiny"))
-    assert every_tiny == ["a_tiny", "b_tiny", "c_tiny", "sd_tiny", "sdxl_tiny", "vae_tiny"]
-    assert launch(["download", *every_tiny]) == 0
-    assert "To fetch from the hub: 0.0 MiB." in capsys.readouterr().out
-
-
 def test_models_of_a_folder_of_ones_own_are_downloaded_too(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,9 +234,3 @@ def test_the_networks_of_evaluations_are_downloaded_and_named(
     hub.faults.extend(["wrong"])
     assert launch(["download", "inception"]) == 2
     assert "invalid hash value" in capsys.readouterr().err
-
-
-def test_an_experiment_needs_no_data_to_be_downloaded(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["model.weights=package:tiny", "model=c_tiny", "data=webdataset", "tracker=wandb"]
-    assert launch(["download", "task=controlnet", "filter@task.filter=inpaint_saliency", *given]) == 0
-    assert "To fetch from the hub: 0.0 MiB." in capsys.readouterr().out

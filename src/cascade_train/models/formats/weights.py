@@ -7,10 +7,9 @@ untrained network (initialize.py).
 from __future__ import annotations
 
 import json
-import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -119,7 +118,7 @@ def load_pickle(file: Path, key: str) -> dict[str, Tensor]:
     except Exception as error:  # a damaged file raises errors of many kinds
         raise ConfigError(
             f"{key}={file}: cannot be read as weights alone. It has to be safetensors, or a pickle of tensors alone, "
-            f"and is {kind_of(file)}; download it again, or convert it to safetensors"
+            "and no web page or pointer of Git LFS; download it again, or convert it to safetensors"
         ) from error
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
@@ -135,31 +134,6 @@ def _is_uncompressed(file: Path) -> bool:
         return False
     with zipfile.ZipFile(file) as content:
         return all(each.compress_type == zipfile.ZIP_STORED for each in content.infolist())
-
-
-_KINDS = (
-    (re.compile(rb"\s*<(!doctype|html|\?xml)", re.IGNORECASE), "a web page"),
-    (re.compile(rb"version https://git-lfs"), "a pointer of Git LFS to the file itself"),
-    (re.compile(rb"\x89PNG|\xff\xd8\xff|RIFF....WEBP", re.DOTALL), "a picture"),
-    (re.compile(rb"\x1f\x8b|7z\xbc\xaf|.{257}ustar", re.DOTALL), "an archive"),
-    (re.compile(rb"\x80[\x02-\x05]"), "a pickle of something else, or one that is cut off"),
-    (re.compile(rb"[\t\n\r\x20-\x7e]+\Z"), "text"),
-)
-"""First bytes of files that are mistaken for weights, and what they are."""
-
-
-def kind_of(file: Path) -> str:
-    """Return in words what a file is, by its size and its first bytes."""
-    with suppress(Exception), zipfile.ZipFile(file) as content:  # damage raises errors of many kinds
-        names = content.namelist()
-        if any("/code/" in name for name in names):
-            return "a program of TorchScript"
-        is_torch = any(name.endswith("data.pkl") for name in names)
-        return "a pickle of something else" if is_torch else "a zip archive"
-    with file.open("rb") as opened:
-        begin = opened.read(512)
-    known = (kind for pattern, kind in _KINDS if pattern.match(begin))
-    return f"{next(known, 'damaged, or of another kind')} ({file.stat().st_size} bytes)" if begin else "empty"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

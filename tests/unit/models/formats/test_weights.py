@@ -136,12 +136,6 @@ def test_missing_and_unexpected_keys_are_named(network: CascadeUNet, tmp_path: P
         load(tmp_path / "c.safetensors")
 
 
-def test_another_shape_is_named(network: CascadeUNet, tmp_path: Path) -> None:
-    save_file(network.state_dict(), tmp_path / "c.safetensors")
-    with pytest.raises(ConfigError, match=r"has shape \(.*\), this model needs \(.*\); choose the model="):
-        load(tmp_path / "c.safetensors", clip_seq=3)
-
-
 @pytest.mark.parametrize("name", ["c.safetensors", "c.pt"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
 @pytest.mark.parametrize("rename", [dict, original_state])
@@ -180,32 +174,6 @@ def test_broken_files_pickles_with_code_and_those_without_tensors_are_refused(
     torch.save({"step": 3}, tmp_path / "step.pt")
     with pytest.raises(ConfigError, match=message):
         load(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("content", "kind"),
-    [
-        (b"", "empty"),
-        (b"<!DOCTYPE html><p>Not found", r"a web page \(27 bytes\)"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "a pointer of Git LFS"),
-        (b"\x89PNG\r\n\x1a\n", "a picture"),
-        (b"Repository not found", "text"),
-        (b"\x80\x02}q", "a pickle of something else, or one that is cut off"),
-        (bytes(range(128, 160)), "damaged, or of another kind"),
-    ],
-)
-def test_what_is_taken_for_weights_is_named(tmp_path: Path, content: bytes, kind: str) -> None:
-    (tmp_path / "w.pth").write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"features=.*w\.pth: cannot be read as weights alone.*, and is {kind}"):
-        load_pickle(tmp_path / "w.pth", "features")
-
-
-def test_an_archive_and_a_program_are_named(tmp_path: Path) -> None:
-    for member, kind in (("a/readme.txt", "a zip archive"), ("a/code/__torch__.py", "a program of TorchScript")):
-        with zipfile.ZipFile(tmp_path / "w.pt", "w") as archive:
-            archive.writestr(member, "x")
-        with pytest.raises(ConfigError, match=f"and is {kind}"):
-            load_pickle(tmp_path / "w.pt", "features")
 
 
 def test_a_module_loads_by_its_own_names_with_its_buffers(tmp_path: Path) -> None:

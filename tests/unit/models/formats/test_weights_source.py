@@ -19,7 +19,6 @@ from cascade_train.models.formats.weights_source import (
     find_files,
     find_part,
     find_weight_files,
-    refuse_missing,
     weights_found_once,
 )
 
@@ -95,19 +94,6 @@ def test_what_holds_no_network_is_refused(tmp_path: Path, files: list[str], sour
         find_network(str(tmp_path / source))
 
 
-def test_a_network_in_place_of_an_adapter_is_refused_with_its_own_key(tmp_path: Path) -> None:
-    touch(tmp_path / "export/prior/x.safetensors")
-    with pytest.raises(ConfigError, match="no export/lora, only prior; a network is set by model.weights="):
-        find_part(tmp_path, "lora", "task.weights")
-
-
-def test_a_path_that_is_not_there_is_refused_before_a_hub_is_asked() -> None:
-    specs = [WeightsSpec(key=key, source=source) for key, source in {"a": "owner/name", "b": "/no/x"}.items()]
-    refuse_missing(specs[:1])
-    with pytest.raises(ConfigError, match="b=/no/x: no such file or folder"):
-        refuse_missing(specs)
-
-
 def test_the_adapter_of_a_run_is_found(tmp_path: Path) -> None:
     file = touch(tmp_path / "export" / "lora" / "adapter_model.safetensors")
     assert find_part(tmp_path, "lora", "from") == file.parent
@@ -117,28 +103,6 @@ def test_the_adapter_of_a_run_is_found(tmp_path: Path) -> None:
 def test_a_path_that_does_not_exist_is_refused(source: str) -> None:
     with pytest.raises(ConfigError, match=f"model.weights={source}: no such file or folder; give a path that exists"):
         find_network(source)
-
-
-@pytest.mark.parametrize("part", ["vqgan", "semantic_compressor", "previewer", "prior", "decoder", "sd/vae", "sd/unet"])
-def test_each_part_of_the_tiny_models_lies_in_the_package(part: str) -> None:
-    folder, _, name = f"package:tiny/{part}".rpartition("/")
-    (file,) = find_weight_files(folder, part=name)
-    assert file.is_file()
-    assert file.parent == weights_source.PACKAGED["package:tiny"] / part
-    assert find_network("package:tiny/sdxl")[0].parent.name == "unet"
-
-
-@pytest.mark.parametrize(("pattern", "count", "most"), [("*/*", 5, 15_000_000), ("sd*/**/*", 9, 6_000_000)])
-def test_the_packaged_weights_are_small(pattern: str, count: int, most: int) -> None:
-    (folder,) = weights_source.PACKAGED.values()
-    files = [file for file in folder.glob(pattern) if file.is_file()]
-    assert len(files) == count
-    assert sum(file.stat().st_size for file in files) <= most
-
-
-def test_a_package_without_such_weights_is_refused_with_what_there_is() -> None:
-    with pytest.raises(ConfigError, match="package:huge: no such .* a hub id such as owner/name.*package:tiny"):
-        find_network("package:huge")
 
 
 def test_a_cached_hub_id_is_found_offline(hub_cache: Path) -> None:
@@ -195,15 +159,6 @@ def test_a_hub_repository_without_weights_in_the_subfolder_is_refused(monkeypatc
     assert len(asked) == len(set(asked)) > 10
 
 
-def test_a_hub_that_answers_with_an_error_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(source: HubSource, name: str, *, cached_only: bool) -> None:
-        raise OSError(f"no route to {source.repo} for {name}, cached only: {cached_only}")
-
-    monkeypatch.setattr(HubSource, "look", answer)
-    with pytest.raises(ConfigError, match=r"model.weights=owner/name: .*OSError: no route to owner/name"):
-        find_network("owner/name")
-
-
 @pytest.mark.usefixtures("hub_cache")
 def test_a_tower_and_a_tokenizer_are_found_with_what_lies_beside(hub_cache: Path, tmp_path: Path) -> None:
     names = ["text/config.json", "text/model.safetensors", "words/vocab.json", "words/merges.txt"]
@@ -236,10 +191,3 @@ def test_an_index_names_files_beside_it_or_is_refused(tmp_path: Path, content: s
     with pytest.raises(ConfigError, match=message) as caught:
         find_weight_files(str(tmp_path), part=None)
     assert len(str(caught.value)) < 1000
-
-
-def test_an_index_of_the_hub_names_files_beside_it_or_is_refused(hub_cache: Path) -> None:
-    index = cache(hub_cache, "owner/name", "prior/model.safetensors.index.json")
-    index.write_text('{"weight_map": {"a": "../../model.safetensors"}}')
-    with pytest.raises(ConfigError, match="which is no file of weights beside it"):
-        find_network("owner/name:prior")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import pytest
 import torch
@@ -95,15 +94,6 @@ def test_imagenet_is_torchvisions_own(trained: dict[str, Tensor], monkeypatch: p
     load_features(made, "imagenet", key=KEY)
     assert len(asked) == 1
     assert torch.equal(made.state_dict()[STEM], trained[STEM])
-
-
-def test_a_download_that_fails_says_what_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(url: str, **_: Any) -> dict[str, Tensor]:
-        raise URLError("no network")
-
-    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", download)
-    with pytest.raises(ConfigError, match="backbone_weights=imagenet: torchvision cannot download its weights"):
-        load_features(features(), "imagenet", key=KEY)
 
 
 def test_weights_of_something_else_are_refused(trained: dict[str, Tensor], tmp_path: Path) -> None:
