@@ -36,7 +36,7 @@ from cascade_train.files.run_folder import EXPORT, EXPORTED, exported_step
 from cascade_train.files.untrusted import read_regular
 from cascade_train.models.family import Family
 from cascade_train.models.formats.export import DTYPES, save_network
-from cascade_train.models.formats.export_lora import export_lora, read_changes
+from cascade_train.models.formats.export_lora import check_format, export_lora, read_changes
 from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
 from cascade_train.models.formats.weights import load_state
 from cascade_train.models.formats.weights_source import LORA_FILES, NETWORK_FILES, SINGLE_FILE
@@ -281,6 +281,8 @@ def check_run(
     cfg = load_saved_config(run, allow_any_target=allow_any_target)
     if isinstance(build_component(cfg, "task"), LoRA):  # which may have no export yet
         _file_names(str(run), build_component(cfg, "model").family, formats, dtype, is_lora=True)
+        for name in formats:
+            check_format(name, dora=bool(cfg.task.get("dora")))
         return
     network = stored_network(str(run), model=model, key="from", allow_any_target=allow_any_target)
     names = _file_names(str(run), network.family, formats, dtype, is_lora=False)

@@ -61,6 +61,15 @@ def save_lora(
         return max(errors)
 
 
+def check_format(format: str, *, dora: bool) -> None:
+    """Refuse a format whose program computes otherwise than was trained."""
+    if dora and format == "comfyui":
+        raise ConfigError(
+            "format=comfyui: ComfyUI divides by the norms of the base's weights, DoRA by those of the adapted weights, "
+            "and no file tells it otherwise; merge the adapters into weights: cascade-train merge lora=…"
+        )
+
+
 def export_lora(
     lora: StoredLora,
     network: Any,
@@ -81,11 +90,7 @@ def export_lora(
     if format == "peft":
         return save_lora(lora, family, network.config, out)
     modules, keyed = module_shapes(network), format in ("comfyui", "kohya")
-    if lora.spec.dora and format == "comfyui":
-        raise ConfigError(
-            "format=comfyui: ComfyUI divides by the norms of the base's weights, DoRA by those of the adapted weights, "
-            "and no file tells it otherwise; merge the adapters into weights: cascade-train merge lora=…"
-        )
+    check_format(format, dora=lora.spec.dora)
     if lora.spec.dora and format == "kohya":
         log.warning("%s: LyCORIS computes what was trained; ComfyUI and A1111 take other norms: merge for these.", out)
     first = lora.tokens.get("text_encoder")
