@@ -131,7 +131,7 @@ def by_accelerate(name: str, target: Destination, config: Values) -> Calls:
     """Start a tracker of accelerate. A run that continues keeps the configuration that it has."""
     from accelerate import tracking
 
-    tracking.logger = _Logger(logging.getLogger(__name__), {})  # type: ignore[assignment]
+    tracking.logger = _Logger(logging.getLogger(__name__), {})
     kind: Any = tracking.LOGGER_TYPE_TO_CLASS[LIBRARIES[name]]
     tracker = type(kind.__name__, (kind,), {"main_process_only": False})(**_options(name, target))
     tracker.start()
@@ -155,6 +155,9 @@ def _log_image(tracker: Any, name: str, path: Path, step: int, *, in_list: bool)
 def _options(name: str, target: Destination) -> Values:
     """Arguments of accelerate's tracker; sets the variables by which a library learns that it is offline."""
     folder, is_new = str(target.folder), target.run_id is None
+    place: Values
+    quiet: Values
+    run: Values
     if name == "aim":
         place = {"logging_dir": folder if target.offline else None, "experiment": target.project}
         quiet = {"system_tracking_interval": None, "capture_terminal_logs": False}

@@ -22,7 +22,7 @@ class _BeforeDiffusers(MetaPathFinder):
         if fullname not in ("diffusers", "transformers", "peft"):
             return
         sys.meta_path.remove(self)
-        sys.modules.setdefault("xformers", None)  # type: ignore[arg-type]
+        sys.modules.setdefault("xformers", None)
         if importlib.util.find_spec("bitsandbytes") is not None:
             try:
                 importlib.import_module("bitsandbytes")

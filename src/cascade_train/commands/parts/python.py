@@ -186,7 +186,7 @@ def _written(cfg: DictConfig) -> dict[str, Any]:
 
 def _state(cfg: DictConfig) -> Any:
     """Hydra's state of a configuration; values set since it was composed count as overrides."""
-    hydra, values = getattr(cfg._metadata, ORIGIN, (None, {}))
+    hydra, values = getattr(cfg._metadata, ORIGIN, (None, dict[str, Any]()))
     if hydra is None:
         return None
     since = {key: value for key, value in _written(cfg).items() if key not in values or values[key] != value}
