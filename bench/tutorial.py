@@ -77,7 +77,7 @@ def rows_of(run: Path) -> list[dict[str, float]]:
 
 def training_line(name: str, run: Path) -> str:
     """Return the line of a run in the table of trainings; its minutes are those at the median speed, without pauses."""
-    rows = rows_of(run)
+    rows = [row for row in rows_of(run) if row["step"]]
     batch = rows[-1]["samples_seen"] // len(rows)
     speed = float(np.median([row["images_per_second"] for row in rows if row["images_per_second"]]))
     near = max(1, len(rows) // 50)

@@ -71,9 +71,10 @@ def cut_back(run: Path, copy: Path, step: int) -> Path:
     return copy
 
 
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics without those read off a clock."""
+def read_metrics(directory: Path, *, first: int = 1) -> list[dict[str, Any]]:
+    """Rows of a run's metrics from a step on, without values read off a clock; that of step 0 is validation alone."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["step"] >= first]
     return [{key: value for key, value in row.items() if key not in TIMING} for row in rows]
 
 

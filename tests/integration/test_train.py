@@ -103,11 +103,15 @@ def test_weights_are_looked_for_once(tmp_path, monkeypatch):
 
 
 def test_a_run_leaves_what_it_promises(finished):
-    rows = read_metrics(finished)
+    first, *rows = read_metrics(finished, first=0)
+    assert (first["step"], first["samples_seen"], first["validate/loss"]) == (0, 0, first["validate_ema/loss"])
+    assert {name.partition("/")[0] for name in first} == {"step", "samples_seen", "validate", "validate_ema"}
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [row["samples_seen"] for row in rows] == [8, 16, 24, 32]
     assert all({"loss", "loss_raw", "grad_norm", "lr"} <= row.keys() for row in rows)
-    assert {"validate/loss", "validate/loss_logsnr_-2", "validate_ema/loss_logsnr_2"} <= rows[1].keys()
+    assert {"validate/loss", "validate_ema/loss"} <= rows[1].keys()
+    for row, has_curve in ((first, True), (rows[1], False), (rows[3], True)):
+        assert ("validate/loss_logsnr_-2" in row) == ("validate_ema/loss_logsnr_2" in row) == has_curve
     assert "torch" in json.dumps(json.loads((finished / "environment.json").read_text()))
     assert "_target_: cascade_train.tasks.finetune.Finetune" in (finished / "config.yaml").read_text()
     for step in (2, 4):

@@ -113,6 +113,9 @@ class Trainer:
         feed = iter(self.feed)
         if self.sampling is not None and self.step == 0:
             self.show(self.sampling)
+        if self.validation is not None and self.step == 0:
+            self.metrics.record(0, 0, self.measure(self.validation))
+            self.flush()
         self.metrics.start(self.samples_seen)
         while self.step < self.max_steps:
             if (micro_batches := self._next(feed)) is None:
@@ -236,9 +239,10 @@ class Trainer:
             log.warning("%s%s", "In all, " if last else "", notice)
 
     def measure(self, validation: Validation) -> dict[str, Tensor | float]:
-        """Return the losses on held-out samples. Collective."""
+        """Losses on held-out samples; at every fourth validation and the last also by noise level. Collective."""
+        number = self.step // (self.cadence.validate or 1)
         with self.metrics.paused():
-            return validation.run()
+            return validation.run(curve=number % 4 == 0 or self.step == self.max_steps)
 
     def show(self, sampling: SampleGrid) -> None:
         """Draw the fixed samples and the loss by noise level, and send them to the tracker. Collective."""

@@ -96,7 +96,7 @@ def draw_curve(curves: Mapping[str, Curve]) -> Figure:
         (loss.points(loss.means), {"label": "running mean", "color": COLOURS["loss"]}),
     ]
     for key in [key for key in COLOURS if key != "loss" and curves[key].values]:
-        label = f"{key} (unweighted, at fixed noise levels)"
+        label = f"{key} (weighted as the loss, on held-out samples)"
         lines.append((curves[key].points(curves[key].values), {"label": label, "color": COLOURS[key], "marker": "."}))
     chart = draw_chart("Loss over optimizer steps", "optimizer step", lines)
     if all(y > 0 for points, _ in lines for _, y in points):

@@ -25,7 +25,10 @@ from cascade_train.files.untrusted import read_lines
 log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-"""One line of the file: an int `step` and `samples_seen`, then numbers; None = not finite, or not known yet."""
+"""One line of the file: an int `step` and `samples_seen`, then numbers; None = not finite, or not known yet.
+
+That of step 0 has a validation and no loss.
+"""
 
 
 class MetricsLog:
@@ -90,7 +93,8 @@ class MetricsLog:
         speeds = self._speeds(pending[-1][1])
         rows: list[Row] = []
         for (step, seen, _), numbers in zip(pending, on_host, strict=True):
-            finite = {name: x if math.isfinite(x) else None for name, x in {**numbers, **speeds}.items()}
+            numbers |= speeds if step else {}  # before the first step there is validation alone
+            finite = {name: x if math.isfinite(x) else None for name, x in numbers.items()}
             rows.append({"step": step, "samples_seen": seen, **finite})
         try:
             append_durably(self._path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
@@ -143,13 +147,6 @@ def cut_lines(path: Path, step: int) -> None:
                 log.warning("line %d of %s is torn and dropped", number, path)
             elif line_step <= step:
                 kept.write(line)
-
-
-def missing_steps(path: Path, *, first: int | None, last: int) -> list[int]:
-    """Return the steps up to `last` that have no whole line, from `first`; None = from the first that has one."""
-    found = {step for step, _ in _by_step(path) if step is not None}
-    begin = min(found, default=last) if first is None else first
-    return [step for step in range(begin, last + 1) if step not in found]
 
 
 def _by_step(path: Path) -> Iterator[tuple[int | None, str]]:

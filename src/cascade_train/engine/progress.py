@@ -42,7 +42,7 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(describe_row(row, self._max_steps), refresh=False)
             self._bar.update(step - self._bar.n)
-        elif step == self._max_steps or (self._every_steps is not None and step % self._every_steps == 0):
+        elif step and (step == self._max_steps or (self._every_steps is not None and step % self._every_steps == 0)):
             log.info("step %d/%d  %s", step, self._max_steps, describe_row(row, self._max_steps))
         if measured := describe_validation(row):
             log.info("step %d/%d  %s", step, self._max_steps, measured)

@@ -1,5 +1,7 @@
 """Measures of a task on held-out samples, the same each time, so that runs and steps compare.
 
+The loss is that of training, weighted and at the noise levels that training draws, with random choices that stay.
+
 Shape legend: B batch, C channels, H W image size, D features, S the two sets.
 """
 
@@ -16,8 +18,8 @@ from cascade_train.batch import Batch
 from cascade_train.engine.phase import BoundPhase, averaged, evaluated
 from cascade_train.tasks.base import ImageSampler, Task
 
-LOSS = "loss"
-"""The measure that is told apart by source."""
+LOSS, LOSS_RAW = "loss", "loss_raw"
+"""The weighted loss, which is told apart by source, and the unweighted one, as in training."""
 
 Distance = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Maps mean (D,) and covariance (D, D) of one set, and those of the other, to a scalar."""
@@ -110,7 +112,7 @@ def counted_samples(batch: Batch, device: torch.device) -> Tensor:
 class Validation:
     """Measures a task on the same held-out batches each time, with the weights of its phases and with their averages.
 
-    `logsnr` are noise levels, natural logarithm of the signal-to-noise ratio, for tasks that denoise.
+    `logsnr` are noise levels, natural logarithm of the signal-to-noise ratio, of the curve of a task that denoises.
     """
 
     task: Task
@@ -120,19 +122,27 @@ class Validation:
     device: torch.device
     reconstructions: Reconstructions | None = None
 
-    def run(self) -> dict[str, Tensor | float]:
-        """Return the means over the held-out samples, with the weights and with their average. Collective."""
-        values = self._measure("validate")
+    def run(self, *, curve: bool = True) -> dict[str, Tensor | float]:
+        """Means over the held-out samples, with the weights and with their average. Collective.
+
+        `curve`: the losses at the fixed noise levels too.
+        """
+        logsnr = self.logsnr if curve else ()
+        values = self._measure("validate", logsnr)
         if any(phase.ema is not None for phase in self.phases):
             with averaged(self.phases):
-                values |= self._measure("validate_ema")
+                values |= self._measure("validate_ema", logsnr)
         return values
 
-    def _measure(self, name: str) -> dict[str, Tensor | float]:
+    def _measure(self, name: str, logsnr: Sequence[float]) -> dict[str, Tensor | float]:
+        def measures(batch: Batch) -> Mapping[str, Tensor]:
+            prepared = self.task.prepare_batch(batch)
+            output = self.phases[0].phase.loss(prepared)
+            losses = {LOSS: output.loss_B} | {n: v for n, v in output.report.items() if n == LOSS_RAW}
+            return losses | {**self.task.measures(prepared, logsnr)} | losses
+
         with evaluated(self.phases):
-            means = self._means(
-                self.held_out, lambda batch: self.task.measures(self.task.prepare_batch(batch), self.logsnr)
-            )
+            means = self._means(self.held_out, measures)
             again = self.reconstructions
             if again is not None:
                 means |= self._means(again.held_out, lambda batch: again.measures(batch, self.device))

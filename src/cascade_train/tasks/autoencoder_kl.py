@@ -97,16 +97,15 @@ class AutoencodingKL(AutoencoderTask):
 
     @torch.no_grad()
     def measures(self, prepared: PreparedLatents, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
-        """Distance of pixels, PSNR and SSIM of reconstructions from the latents' means, and two of latents.
+        """PSNR and SSIM of reconstructions from the latents' means, without a mask, and two measures of latents.
 
         `kl` is their divergence, `latent_rms` the root of the mean square of drawn latents: a `scaling_factor` of its
-        inverse gives latents of about unit variance. Only the distance uses a mask.
+        inverse gives latents of about unit variance.
         """
         image_BCHW = prepared.image_BCHW
         output = self.stage.network(image_BCHW)
         square_BChw = output.mean_BChw.square() + output.std_BChw.square()
         return {
-            "loss": self.objective.pixels(output.image_BCHW, image_BCHW, prepared.mask_B1HW),
             **image_quality(output.image_BCHW, image_BCHW),
             "kl": output.kl_B,
             "latent_rms": square_BChw.mean(dim=(1, 2, 3)).sqrt(),

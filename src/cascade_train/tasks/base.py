@@ -56,7 +56,8 @@ class Phase:
         units: per root, the groups of its modules that shard together (see `Stage.units`).
         gathered_whole: roots whose units are gathered together, by name: ranks may call these differently often in a
             micro-batch, and each gathering is collective.
-        loss: maps a prepared micro-batch to its output; must not sync with the host.
+        loss: maps a prepared micro-batch to its output; must not sync with the host. Validation calls it without
+            gradients, and it keeps nothing then.
         optimizer: a component that replaces the run's optimizer; None = the run's.
         start_step: first optimizer step in which the phase runs.
         averaged: whether its weights are averaged where the run has an average.
@@ -211,7 +212,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def measures(self, prepared: Any, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
-        """Measures of a prepared micro-batch of held-out samples, (B,) fp32 each, by name.
+        """Measures of a prepared micro-batch of held-out samples beside its loss, (B,) fp32 each, by name.
 
         A function of samples and weights alone, without gradient. Must not sync. `logsnr` are noise levels, for tasks
         that denoise.

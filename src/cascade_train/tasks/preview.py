@@ -106,9 +106,9 @@ class Previewing(PictureTask):
 
     @torch.no_grad()
     def measures(self, prepared: PreparedLatentNoise, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
-        """Loss, and PSNR and SSIM of the previews, without a mask; latents get no noise."""
+        """PSNR and SSIM of the previews, without a mask; latents get no noise."""
         pair = self._pair(prepared.image_BCHW, self.stage.encode(prepared.image_BCHW))
-        return {"loss": self._distance(prepared, *pair), **image_quality(*pair)}
+        return image_quality(*pair)
 
     def _pair(self, image_BCHW: Tensor, latent_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         """Previews, not clamped, and the pictures at their size, (B, 3, h, w) fp32 each."""

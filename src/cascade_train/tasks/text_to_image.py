@@ -133,9 +133,10 @@ class TextToImage(Task):
 
     def loss(self, prepared: PreparedBatch) -> StepOutput:
         """Weighted loss (B,), and `loss_raw` and `logsnr` (B,) as report. Does not sync."""
+        trains = torch.is_grad_enabled()
         with torch.no_grad():
             images = prepared.images
-            with torch.set_grad_enabled(self.trains_conditions):
+            with torch.set_grad_enabled(trains and self.trains_conditions):
                 cond = self._conditions(prepared, prepared.tokens, images)
             x0_BCHW = self.stage.training_latents(images, prepared.drawn)
             noise = (prepared.noise_BCHW, prepared.timestep_B, prepared.offset_BC11)
@@ -144,7 +145,8 @@ class TextToImage(Task):
         residuals = self.control_residuals(prepared, training=True)
         pred_BCHW = self._predict(diffused.noised, diffused.timestep_ratio_B, cond, residuals)
         loss_B, loss_raw_B = self._losses(pred_BCHW, diffused, prepared)
-        self.objective.after_micro_batch(diffused.logsnr_B, loss_raw_B)
+        if trains:
+            self.objective.after_micro_batch(diffused.logsnr_B, loss_raw_B)
         report = {"loss_raw": loss_raw_B.detach(), "logsnr": diffused.logsnr_B}
         for name, further_B in self.further_losses(prepared, diffused).items():
             report[name], loss_B = further_B.detach(), loss_B + further_B
@@ -161,10 +163,8 @@ class TextToImage(Task):
         return self.stage.conditions(tokens, shown, prepared.keep_image_B, prepared.drawn)
 
     def measures(self, prepared: PreparedBatch, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
-        """Unweighted loss (B,) at each noise level, and their mean as `loss`."""
-        losses = [self.evaluate(prepared, level) for level in logsnr]
-        by_level = {f"loss_logsnr_{level:g}": loss_B for level, loss_B in zip(logsnr, losses, strict=True)}
-        return {"loss": torch.stack(losses).mean(dim=0), **by_level}
+        """Unweighted loss (B,) at each noise level."""
+        return {f"loss_logsnr_{level:g}": self.evaluate(prepared, level) for level in logsnr}
 
     @torch.no_grad()
     def evaluate(self, prepared: PreparedBatch, logsnr: float) -> Tensor:

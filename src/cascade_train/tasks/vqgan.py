@@ -132,15 +132,14 @@ class Autoencoding(AutoencoderTask):
 
     @torch.no_grad()
     def measures(self, prepared: PreparedImages, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
-        """Distance of pixels, PSNR and SSIM of reconstructions, and the PSNR of quantised ones.
+        """PSNR and SSIM of reconstructions, and the PSNR of quantised ones, without a mask.
 
-        Only the distance uses a mask. A `scale_factor` of `latent_rms` gives latents of about unit variance.
+        A `scale_factor` of `latent_rms` gives latents of about unit variance.
         """
         image_BCHW = prepared.image_BCHW
         output = self.stage.network(image_BCHW)
         quantised = self.stage.network(image_BCHW, quantised_B=torch.ones_like(prepared.quantised_B)).image_BCHW
         return {
-            "loss": self.objective.pixels(output.image_BCHW, image_BCHW, prepared.mask_B1HW),
             **image_quality(output.image_BCHW, image_BCHW),
             "psnr_quantised": image_quality(quantised, image_BCHW)["psnr"],
             "latent_rms": output.latent_BChw.square().mean(dim=(1, 2, 3)).sqrt(),

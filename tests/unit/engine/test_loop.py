@@ -251,7 +251,7 @@ def test_a_validation_reaches_the_progress_at_once(world, tmp_path, monkeypatch)
     shown = []
     monkeypatch.setattr(trainer.progress, "update", lambda row: shown.append((trainer.step, row["step"])))
     trainer.run()
-    assert shown == [(2, 1), (2, 2), (4, 3), (4, 4), (5, 5)]
+    assert shown == [(0, 0), (2, 1), (2, 2), (4, 3), (4, 4), (5, 5)]
 
 
 def test_the_loss_curve_is_drawn_at_every_checkpoint(world, tmp_path):

@@ -61,7 +61,7 @@ def test_losses_of_training_and_validation_are_drawn(charts: list[Axes], tmp_pat
     draw(tmp_path, [*rows(4), {"step": 5, "loss": None}, {"step": 6, "loss": 0.5, "validate/loss": 0.25}])
     assert [step for step, _ in points(charts[0])] == [1, 2, 3, 4, 6, 6]
     assert points(charts[0], "running mean")[1] == (2, pytest.approx(0.95 * 1.0 + 0.05 * 0.5))
-    assert set(points(charts[0], "validate/loss (unweighted, at fixed noise levels)")) == {(6, 0.25)}
+    assert set(points(charts[0], "validate/loss (weighted as the loss, on held-out samples)")) == {(6, 0.25)}
     assert len(charts[0].lines) == 3
     assert charts[0].get_yscale() == "log"
 

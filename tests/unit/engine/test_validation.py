@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +13,7 @@ from torch import Tensor
 from cascade_train.batch import Batch
 from cascade_train.engine.validation import HeldOut, SetDistance, Validation
 from cascade_train.models.image_quality import frechet_distance
+from cascade_train.tasks.base import StepOutput
 
 
 def features(image_BCHW: Tensor) -> Tensor:
@@ -49,12 +54,15 @@ def test_each_time_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 class ToyTask:
     """Measures what the keys of samples say."""
 
+    def loss(self, prepared: Batch) -> StepOutput:
+        loss_B = torch.tensor([float(key) for key in prepared.keys])
+        return StepOutput(loss_B=loss_B, report={"loss_raw": 3 * loss_B})
+
     def prepare_batch(self, batch: Batch) -> Batch:
         return batch
 
-    def measures(self, prepared: Batch, logsnr: object) -> dict[str, Tensor]:
-        loss_B = torch.tensor([float(key) for key in prepared.keys])
-        return {"loss": loss_B, "loss_logsnr_0": 2 * loss_B}
+    def measures(self, prepared: Batch, logsnr: Sequence[int]) -> dict[str, Tensor]:
+        return {f"loss_logsnr_{level}": 2 * self.loss(prepared).loss_B for level in logsnr}
 
 
 def toy_batch(losses: list[float], first: int, weights: list[float] | None = None) -> Batch:
@@ -73,13 +81,17 @@ def toy_batch(losses: list[float], first: int, weights: list[float] | None = Non
 def test_the_loss_of_each_joined_source_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: tensor)
     batches = [[toy_batch([1.0, 2.0, 6.0], 0)], [toy_batch([4.0, 100.0], 3, weights=[1.0, 0.0])]]
-    options = {"phases": [], "logsnr": [0.0], "device": torch.device("cpu")}
-    one = Validation(task=ToyTask(), held_out=HeldOut(open=lambda: batches, steps=2), **options)  # type: ignore[arg-type]
-    assert one.run() == {"validate/loss": 13 / 4, "validate/loss_logsnr_0": 26 / 4}
+    task = ToyTask()
+    phase = SimpleNamespace(phase=task, ema=None, roots=[], averaging=nullcontext)
+    options = {"task": task, "phases": [phase], "logsnr": [0], "device": torch.device("cpu")}
+    one = Validation(held_out=HeldOut(open=lambda: batches, steps=2), **options)  # type: ignore[arg-type]
+    losses = {"validate/loss": 13 / 4, "validate/loss_raw": 39 / 4}
+    assert one.run(curve=False) == losses
+    assert one.run() == losses | {"validate/loss_logsnr_0": 26 / 4}
     joined = HeldOut(open=lambda: batches, steps=2, parts=("cats", "dogs", "birds"), part_of=lambda row: row % 2)
-    found = Validation(task=ToyTask(), held_out=joined, **options).run()  # type: ignore[arg-type]
+    found = Validation(held_out=joined, **options).run()  # type: ignore[arg-type]
     assert list(found) == [
-        *("validate/loss", "validate/loss_logsnr_0"),
+        *("validate/loss", "validate/loss_raw", "validate/loss_logsnr_0"),
         *("validate/cats/loss", "validate/dogs/loss", "validate/birds/loss"),
     ]
     assert found["validate/cats/loss"] == (1 + 6) / 2

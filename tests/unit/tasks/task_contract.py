@@ -200,13 +200,20 @@ class TaskContract:
     def test_measures_are_fixed_numbers_of_each_sample(self, task: Task, prepared: Any) -> None:
         first, again = (task.measures(prepared, [-2.0, 2.0]) for _ in range(2))
         alone = task.measures(task.prepare_batch(batch_for(task, 2)), [-2.0, 2.0])
-        assert "loss" in first
         for name, value in first.items():
             assert value.shape == (4,)
             assert value.dtype == torch.float32
             assert not value.requires_grad
             assert torch.equal(value, again[name])
             torch.testing.assert_close(alone[name], value[2:3], rtol=1e-3, atol=1e-6)
+
+    def test_validation_measures_the_loss_of_training_and_moves_no_state(self, task: Task, prepared: Any) -> None:
+        before = {name: value.clone() for name, value in task.state_dict().items()}
+        loss = task.phases()[0].loss
+        with torch.no_grad():
+            held_out = loss(prepared).loss_B
+        assert all(torch.equal(before[name], value) for name, value in task.state_dict().items())
+        torch.testing.assert_close(held_out, loss(prepared).loss_B.detach(), rtol=1e-5, atol=1e-7)
 
     def test_evaluation_is_a_fixed_number_per_sample_and_noise_level(self, task: Task, prepared: Any) -> None:
         low, again, high = (task.evaluate(prepared, level) for level in (-2.0, -2.0, 2.0))
