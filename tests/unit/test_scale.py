@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cascade_train.batch import Unreadable
+from cascade_train.commands.compare import differing_step
 from cascade_train.commands.parts.python import Run
 from cascade_train.config.sweeps.runs import measured
 from cascade_train.data.data_set import Rows, open_data_set
@@ -32,7 +33,8 @@ from cascade_train.engine.checkpoint.folder import (
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.faults import unreadable
 from cascade_train.engine.loss_charts import POINTS, Curve, LossCurve
-from cascade_train.engine.metrics import cut_lines, missing_steps
+from cascade_train.engine.metrics import cut_lines
+from cascade_train.engine.run.report import page, run_data
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
 from tests.unit.data.test_parquet import parquet, write
@@ -54,12 +56,13 @@ def metrics(tmp_path: Path) -> Path:
     [
         lambda path: cut_lines(path, STEPS),
         lambda path: cut_lines(path, STEPS - 1),
-        lambda path: missing_steps(path, first=1, last=STEPS),
         lambda path: measured(path, None),
         lambda path: Run.of(path.parent),
         lambda path: LossCurve(path, is_main=True).draw(),
+        lambda path: page(run_data(path.parent, bases={})),
+        lambda path: differing_step(path.parent, path.parent),
     ],
-    ids=["nothing to cut", "cut", "missing", "ranked", "from Python", "drawn"],
+    ids=["nothing to cut", "cut", "ranked", "from Python", "drawn", "report", "compare"],
 )
 def test_metrics_are_never_in_memory_as_a_whole(metrics: Path, read: Callable[[Path], object]) -> None:
     size = metrics.stat().st_size

@@ -5,8 +5,8 @@ Nothing in it depends on when or where it was written, so that equal runs leave 
 
 from __future__ import annotations
 
+import math
 import shutil
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,9 +100,6 @@ def _training(cfg: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
 
 
 def _metrics(run: Path, step: int | None) -> dict[str, float]:
-    found = {}
-    for name, (steps, values) in read_metrics(run).items():
-        count = len(steps) if step is None else bisect_right(steps, step)
-        if count and (name in ("step", "samples_seen", "loss") or name.startswith("validate/")):
-            found[name] = values[count - 1]
-    return found
+    curves = read_metrics(run, until=math.inf if step is None else step)
+    named = ("step", "samples_seen", "loss")
+    return {name: curve.value for name, curve in curves.items() if name in named or name.startswith("validate/")}

@@ -5,10 +5,14 @@ cascade-train compare runs/x runs/y
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from heapq import merge
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +20,16 @@ from cascade_train.commands.parts.command_line import Command
 from cascade_train.config.saved import CONFIG_NAME
 from cascade_train.engine.checkpoint.folder import CheckpointFolder, Manifest, read_manifest
 from cascade_train.engine.run.config_difference import describe, find_differences, flatten
+from cascade_train.errors import ConfigError
 from cascade_train.files.run_folder import run_named
-from cascade_train.files.untrusted import load_mapping, read_mapping, read_rows
+from cascade_train.files.untrusted import load_mapping, read_json, read_lines, read_mapping
 
 OWN = ("run.name", "run.dir")
 """Settings in which any two runs differ."""
 PASSING = ("time", "command_line")
 """Facts of a start in which any two differ."""
-CLOCKED = ("images_per_second", "data_wait_share")
+_STEP = re.compile(rb'\{"step": (\d{1,18})\b')
+_CLOCKED = re.compile(rb', "(?:images_per_second|data_wait_share)": [^,}]*')
 """Metrics that are read off a clock."""
 MOST_SHOWN = 10
 """Differing tensors that are listed."""
@@ -72,22 +78,34 @@ def compare(args: CompareArgs) -> int:
 
 
 def differing_step(one: Path, other: Path) -> tuple[int | None, tuple[str, str]]:
-    """Return the first step of both whose metrics differ, None where there is none; and what is shown of it."""
-    rows = [_metrics(folder) for folder in (one, other)]
-    both = sorted(rows[0].keys() & rows[1].keys())
-    step = next((each for each in both if rows[0][each] != rows[1][each]), None)
-    if step is not None:
-        found = find_differences(*(each[step] for each in rows))
-        lines = [f"  {each.key}: {each.old} and {each.new}{_relative(each.old, each.new)}" for each in found]
-        return step, ("\n".join([f"  first at step {step}, of {len(both)} that both have", *lines]), "")
-    length = ", ".join(f"{max(each, default=0)} of {folder}" for each, folder in zip(rows, (one, other), strict=True))
-    equal = f"equal in the {len(both)} steps that both have" if both else "not compared, no step is in both"
+    """First step of both whose metrics differ, None where there is none; and what is shown of it.
+
+    Both files are read once, side by side, and no further than that step.
+    """
+    common, last = 0, [0, 0]
+    for step, group in groupby(merge(_metrics(0, one), _metrics(1, other), key=itemgetter(0)), itemgetter(0)):
+        rows = {side: row for _, side, row in group}
+        for side in rows:
+            last[side] = step
+        common += len(rows) == 2
+        if len(rows) == 2 and rows[0] != rows[1]:
+            found = find_differences(read_json(rows[0]), read_json(rows[1]))
+            lines = [f"  {each.key}: {each.old} and {each.new}{_relative(each.old, each.new)}" for each in found]
+            return step, ("\n".join([f"  first at step {step}", *lines]), "")
+    length = ", ".join(f"{step} of {folder}" for step, folder in zip(last, (one, other), strict=True))
+    equal = f"equal in the {common} steps that both have" if common else "not compared, no step is in both"
     return None, ("", f"{equal} (the last is {length})")
 
 
-def _metrics(folder: Path) -> dict[int, dict[str, Any]]:
-    rows = (row for row in read_rows(folder / "metrics.jsonl", step=int) if "step" in row)
-    return {row["step"]: {key: value for key, value in row.items() if key not in CLOCKED} for row in rows}
+def _metrics(side: int, folder: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Step, side and text of each whole row in the order of steps, without what is read off a clock."""
+    before = -1
+    with suppress(ConfigError):
+        for line in read_lines(folder / "metrics.jsonl"):
+            begin = _STEP.match(line)
+            if begin and line.endswith(b"}\n") and (step := int(begin[1])) > before:
+                before = step
+                yield step, side, _CLOCKED.sub(b"", line)
 
 
 def damaged_checkpoints(run: Path) -> list[Path]:

@@ -5,7 +5,6 @@ cascade-train report runs/x
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,9 +22,6 @@ from cascade_train.errors import ConfigError, RunError, unwritten
 from cascade_train.files.output import check_output
 from cascade_train.files.run_folder import run_named
 from cascade_train.files.untrusted import read_mapping
-from cascade_train.redaction import redact_argument
-
-log = logging.getLogger(__name__)
 
 MOST_SHOWN = 24
 """Runs of a sweep whose curves and samples are shown, the best of them."""
@@ -80,43 +76,29 @@ def report(args: ReportArgs) -> int:
 
 
 def overrides_of(run: Path) -> list[str]:
-    """Overrides of a run's command line."""
+    """Overrides that a run was started with."""
     return [str(word) for word in read_mapping(run / "start.json", overrides=list).get("overrides", [])]
 
 
 def sweep_results(folder: Path) -> list[Result]:
-    """Return the results of a sweep's ended runs, the best first; a ConfigError where there are none.
+    """Results of a sweep's ended runs, the best first; a ConfigError where there are none.
 
-    A run that is not where it was when it ended is looked for in the sweep's folder, which may have been moved.
+    A run is looked for in the sweep's folder, which may have been moved, then where it was when it ended.
     """
-    found = ended_runs(folder)
-    if not found:
+    results = ended_runs(folder)
+    if not results:
         reason = f"neither {CONFIG_NAME} nor results.jsonl with a result in it"
         reason = reason if folder.is_dir() else "no such folder"
         raise ConfigError(f"from={folder}: {reason}. Name the folder of a run, or of a sweep a run of which has ended.")
-    for each in found:
-        run = Path(each["run_dir"])
-        each["values"] = {name: value for name, value in each["values"].items() if is_number(value)}
-        each["run_dir"] = str(run if run.is_dir() else folder / run.name)
-    own = [each for each in found if is_of_sweep(folder, each)]
-    if len(own) < len(found):
-        other = next(each["run_dir"] for each in found if each not in own)
-        log.warning("%s names runs of other sweeps, which are left out, such as %s.", folder, other)
-    if not own:
-        raise ConfigError(f"from={folder}: all runs that it names are of other sweeps. Name the sweep's own folder.")
-    return ranked(own)
-
-
-def is_of_sweep(folder: Path, result: Result) -> bool:
-    """Return whether a result's run lies in the sweep's folder, is gone, or was started by the result's overrides."""
-    run = Path(result["run_dir"])
-    if folder.resolve() in run.resolve().parents or not run.exists():
-        return True
-    return [redact_argument(each) for each in overrides_of(run)] == result["overrides"]
+    for result in results:
+        here = folder / Path(result["run_dir"]).name
+        result["values"] = {name: value for name, value in result["values"].items() if is_number(value)}
+        result["run_dir"] = str(here if here.is_dir() or not Path(result["run_dir"]).is_dir() else result["run_dir"])
+    return ranked(results)
 
 
 def best_run(args: ReportArgs, results: Sequence[Result]) -> Path:
-    """Return the directory of the best of the ranked results; a ConfigError where there is none."""
+    """Directory of the best of the ranked results; a ConfigError where there is none."""
     if not results:
         raise ConfigError(
             f"promote={args.promote}: is for a sweep, and {args.source} is a run. Export that with cascade-train "
@@ -132,11 +114,11 @@ def best_run(args: ReportArgs, results: Sequence[Result]) -> Path:
 
 
 def sweep_data(folder: Path, results: Sequence[Result]) -> pages.Data:
-    """Return the data of a sweep's page from its ranked results, as JSON values with secrets hidden."""
+    """Data of a sweep's page from its ranked results, as JSON values with secrets hidden."""
     name, mode = metric_of(results)
-    runs = {Path(each["run_dir"]).name: Path(each["run_dir"]) for each in results[:MOST_SHOWN]}
+    runs = {Path(result["run_dir"]).name: Path(result["run_dir"]) for result in results[:MOST_SHOWN]}
     grids = {run: grid for run, path in runs.items() if (grid := newest_grid(path)) is not None}
-    failed = sum(bool(each["exit_code"]) for each in results)
+    failed = sum(bool(result["exit_code"]) for result in results)
     best = "smallest" if mode == "min" else "largest"
     text = {
         "title": f"Sweep {folder.resolve().name}",
@@ -147,32 +129,32 @@ def sweep_data(folder: Path, results: Sequence[Result]) -> pages.Data:
     }
     curves = []
     for run, path in runs.items():
-        every = pages.series(read_metrics(path), pages.MOST_POINTS_OF_ANOTHER)
-        shown = {name: each for name, each in every.items() if name.startswith(SHOWN) and LEVEL not in name}
-        curves.append({"name": run, "series": shown})
+        metrics = read_metrics(path, pages.MOST_POINTS_OF_ANOTHER)
+        shown = {name: curve for name, curve in metrics.items() if name.startswith(SHOWN) and LEVEL not in name}
+        curves.append({"name": run, "series": pages.series(shown)})
     return {**pages.hide_secrets(text), "runs": curves, "samples": pages.samples(grids)}
 
 
 def sweep_table(results: Sequence[Result], metric: str) -> pages.Data:
-    """Return the `keys` in whose values the runs differ, and a row for each run."""
-    given = [dict(setting(str(override)) for override in each["overrides"]) for each in results]
-    every = dict.fromkeys(key for settings in given for key in settings)
-    keys = [key for key in every if len({str(settings.get(key)) for settings in given}) > 1]
+    """The `keys` in whose values the runs differ, and a row for each run."""
+    settings = [dict(setting(str(override)) for override in result["overrides"]) for result in results]
+    every = dict.fromkeys(key for own in settings for key in own)
+    keys = [key for key in every if len({str(own.get(key)) for own in settings}) > 1]
     rows = [
         {
-            "run": Path(each["run_dir"]).name,
-            "values": [settings.get(key) for key in keys],
-            "metric": each["values"].get(metric),
-            "step": each["metrics"].get("step"),
-            "note": str(each.get("state") or (f"exit code {each['exit_code']}" if each["exit_code"] else "")),
+            "run": Path(result["run_dir"]).name,
+            "values": [own.get(key) for key in keys],
+            "metric": result["values"].get(metric),
+            "step": result["metrics"].get("step"),
+            "note": str(result.get("state") or (f"exit code {result['exit_code']}" if result["exit_code"] else "")),
         }
-        for each, settings in zip(results, given, strict=True)
+        for result, own in zip(results, settings, strict=True)
     ]
     return {"keys": keys, "rows": rows}
 
 
 def setting(override: str) -> tuple[str, float | str]:
-    """Return the key of an override, and its value, as a number where it is one."""
+    """Key of an override and its value, as a number where it is one."""
     value = override.partition("=")[2]
     try:
         number = int(value) if value.isdecimal() else float(value)

@@ -114,18 +114,3 @@ def test_what_cannot_be_shown_or_promoted_is_refused(
     assert "ended well with a value of validate/loss, so that none is the best" in refusal(str(failed), "promote=best")
     assert "could not be written" in refusal(str(run), "out=/proc/no/page.html", code=1)
     assert not (failed / "report.html").exists()
-
-
-def test_runs_of_other_sweeps_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = tmp_path / "sweep"
-    inside, elsewhere, stranger = (make_run(tmp_path / name) for name in ("sweep/a", "scratch/b", "private/c"))
-    results = [result(inside, "1", 2, 0.3), result(elsewhere, "2", 4, 0.4), result(stranger, "3", 8, 0.1)]
-    (elsewhere / "start.json").write_text(json.dumps({"overrides": results[1]["overrides"]}))
-    (stranger / "start.json").write_text(json.dumps({"overrides": ["task=lora", "optimizer.lr=4"]}))
-    write_lines(folder / "results.jsonl", results)
-    page = written(folder)
-    assert [each["name"] for each in page.data["runs"]] == ["a", "b"]
-    assert [row["run"] for row in page.data["sweep"]["rows"]] == ["a", "b"]
-    assert f"runs of other sweeps, which are left out, such as {stranger}" in caplog.text
-    write_lines(folder / "results.jsonl", results[2:])
-    assert launch(["report", str(folder)]) == 2

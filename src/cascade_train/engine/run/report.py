@@ -1,6 +1,6 @@
-"""The page of a run: the contents of its folder in one HTML file.
+"""The page of a run: the contents of its folder in one HTML file; what is missing or damaged is left out.
 
-Leaves out what is missing or damaged. report.html draws the charts from the page's own JSON.
+report.html draws the charts from the page's own JSON. Metrics are read once, line by line, in bounded memory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import logging
 import math
 import re
 import statistics
-from array import array
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -42,13 +40,56 @@ MOST_LEVELS = 8
 MOST_NAMES = 50
 SLOW_DATA = 0.2
 """Share of the time spent waiting for data that is worth a warning."""
+SHOWN_LAST = ("step", "samples_seen", "loss", "validate/loss", "validate_ema/loss", "lr", "images_per_second")
+"""Metrics whose last value is among the facts."""
 
 Data = dict[str, Any]
 Configs = Mapping[str, Mapping[str, Any]]
-Metrics = Mapping[str, tuple[Sequence[int], Sequence[float]]]
-"""By name, the steps at which a metric was finite, and its values."""
 
 _PICTURE = re.compile(r"(\d+)_(\w+)\.png")
+
+
+class Curve:
+    """Values of a metric at its steps, thinned as they come to points of `width` successive ones, about `most`.
+
+    Attributes:
+        step, value: the last ones.
+        lowest: the lowest value and its step.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.width, self.step, self.value, self.lowest = 1, 0, math.nan, (math.inf, 0)
+        self._most = most
+        self._points: list[tuple[int, float, float, float]] = []
+        self._values: list[float] = []
+
+    def add(self, step: int, value: float) -> None:
+        """Append a value."""
+        self.step, self.value = step, value
+        if value < self.lowest[0]:
+            self.lowest = value, step
+        self._values.append(value)
+        if len(self._values) == self.width:
+            self._points.append(self._point())
+            self._values.clear()
+            if len(self._points) == 2 * (self._most // 2 + 1):
+                pairs = zip(self._points[::2], self._points[1::2], strict=True)
+                self._points = [(b[0], a[1] / 2 + b[1] / 2, min(a[2], b[2]), max(a[3], b[3])) for a, b in pairs]
+                self.width *= 2
+
+    def _point(self) -> tuple[int, float, float, float]:
+        values, count = self._values, len(self._values)
+        mean = values[0] if count == 1 else math.fsum(value / count for value in values)
+        return self.step, mean, min(values), max(values)
+
+    def points(self) -> dict[str, list[float]]:
+        """Last step `x` and mean `y` of each point; of points of several values also their `low` and `high`."""
+        points = [*self._points, self._point()] if self._values else self._points
+        columns = dict(zip(("x", "y", "low", "high"), map(list, zip(*points, strict=True)), strict=True))
+        return columns if self.width > 1 else {"x": columns["x"], "y": columns["y"]}
+
+
+Metrics = dict[str, Curve]
 
 
 def write_report(folder: Path, bases: Callable[[], Configs]) -> None:
@@ -70,7 +111,7 @@ def write_page(path: Path, data: Data) -> None:
 
 
 def page(data: Data) -> str:
-    """Return the HTML page of `run_data`, or of a sweep's data."""
+    """HTML page of `run_data`, or of a sweep's data."""
     return _template().render(data=data, config=to_yaml(data["config"], allow_unicode=True))
 
 
@@ -83,81 +124,106 @@ def _template() -> jinja2.Template:
 
 
 def hide_secrets(text: Data) -> Data:
-    """Return values of files as JSON has them, their secrets hidden."""
+    """Values of files as JSON has them, their secrets hidden."""
     plain: Data = json.loads(json.dumps(redacted(text), default=str), parse_constant=str)
     return plain
 
 
 def run_data(folder: Path, *, bases: Configs, against: Sequence[Path] = ()) -> Data:
-    """Return what the page of a run shows, as JSON values with secrets hidden.
+    """What the page of a run shows, as JSON values with secrets hidden.
 
     `bases` are the configurations that the run's is compared with, by name; the runs `against` are compared too, and
     their curves are drawn beside.
     """
     metrics, config = {**read_metrics(folder), **read_evaluations(folder)}, read_config(folder)
     start = read_mapping(folder / "start.json", facts=dict, data=list, overrides=list)
-    environment = read_mapping(folder / "environment.json")
     name = str(config.get("run", {}).get("name", folder.resolve().name))
     steps = {f"step {step}": path for step, path in step_folders(folder / "samples").items()}
     others = {str(other): read_config(other) for other in against}
-    curves = {str(other): series(read_metrics(other), MOST_POINTS_OF_ANOTHER) for other in against}
-    overrides = [str(each) for each in start.get("overrides", [])]
+    curves = {str(other): series(read_metrics(other, MOST_POINTS_OF_ANOTHER)) for other in against}
+    overrides = [str(override) for override in start.get("overrides", [])]
+    last = {key: float(metrics[key].value) for key in SHOWN_LAST if key in metrics}
     text = {
         "title": f"Run {name}",
         "state": state(folder, metrics),
-        "facts": {**start.get("facts", {}), **_last_values(metrics)},
+        "facts": {
+            **start.get("facts", {}),
+            **{key: f"{value:,.0f}" if value.is_integer() else f"{value:.6g}" for key, value in last.items()},
+        },
         "data": start.get("data", []),
         "notes": list(notes(folder, metrics)),
         "overrides": overrides,
-        "differences": [_difference(base, each, config, overrides) for base, each in {**bases, **others}.items()],
+        "differences": [_difference(base, old, config, overrides) for base, old in {**bases, **others}.items()],
         "config": config,
-        "environment": environment,
+        "environment": read_mapping(folder / "environment.json"),
     }
+    runs = {name: series(metrics), **curves}
     return {
         **hide_secrets(text),
-        "runs": [{"name": name, "series": series(metrics)}, *({"name": n, "series": c} for n, c in curves.items())],
+        "runs": [{"name": run, "series": shown} for run, shown in runs.items()],
         "noise_levels": noise_levels(steps),
         "samples": samples(steps),
     }
 
 
 def read_config(folder: Path) -> Data:
-    """Return the configuration of a run; empty where it cannot be read."""
+    """Configuration of a run; empty where it cannot be read."""
     return read_mapping(folder / "config.yaml", run=dict)
 
 
-def series(metrics: Metrics, most: int = MOST_POINTS) -> dict[str, dict[str, list[float]]]:
-    """Return each metric's values `y` at the steps `x`.
+def read_metrics(folder: Path, most: int = MOST_POINTS, *, until: float = math.inf) -> Metrics:
+    """Curves of a run's metrics up to a step, by name."""
+    curves: Metrics = {}
+    for row in read_rows(folder / "metrics.jsonl", step=int):
+        step = row.get("step")
+        if is_number(step) and step <= until:
+            for name, value in row.items():
+                if is_number(value):
+                    curve = curves.get(name) or curves.setdefault(name, Curve(most))
+                    curve.add(step, value)
+    return curves
 
-    Of more than `most` values, `y` are means of as many successive ones each, `x` the last step of each, and `low` and
-    `high` the extremes.
-    """
-    shown = {name: each for name, each in metrics.items() if name not in ("step", "samples_seen")}
-    return {name: _curve(steps, values, -(-len(steps) // most)) for name, (steps, values) in shown.items()}
+
+def read_evaluations(folder: Path) -> Metrics:
+    """Curves of a run's latest evaluations, without those of weights that it has replaced."""
+    manifests = [whole_manifest(path) for path in CheckpointFolder(folder / "checkpoints").visible().values()]
+    stamps = {manifest.step: manifest.stamp for manifest in manifests if manifest is not None}
+    curves: Metrics = {}
+    for step, numbers in sorted(evaluations(folder / EVALUATIONS, stamps).items()):
+        for name, value in numbers.items():
+            if is_number(step) and is_number(value):
+                curves.setdefault(name, Curve(MOST_POINTS)).add(step, value)
+    return curves
 
 
-def _curve(steps: Sequence[int], values: Sequence[float], width: int) -> dict[str, list[float]]:
-    if width == 1:
-        return {"x": list(steps), "y": list(values)}
-    parts = [values[first : first + width] for first in range(0, len(values), width)]
-    ends = [steps[min(first + width, len(steps)) - 1] for first in range(0, len(steps), width)]
-    extremes = {"low": [min(each) for each in parts], "high": [max(each) for each in parts]}
-    return {"x": [*ends], "y": [math.fsum(value / len(each) for value in each) for each in parts], **extremes}
+def series(metrics: Metrics) -> dict[str, dict[str, list[float]]]:
+    """Points of each metric by name, see `Curve.points`."""
+    return {name: curve.points() for name, curve in metrics.items() if name not in ("step", "samples_seen")}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a finite number, and no integer of more than 64 bits."""
+    if type(value) is float:
+        return -math.inf < value < math.inf
+    return type(value) is int and -(2**63) < value < 2**63
 
 
 def state(folder: Path, metrics: Metrics) -> Data:
-    """Return how far a run is: `kind` finished, stopped or unfinished, and a sentence."""
-    exported, stop = exported_step(folder), read_mapping(folder / "stopped.json")
-    step = metrics["step"][0][-1] if "step" in metrics else 0
+    """How far a run is: `kind` finished, stopped or unfinished, and a sentence."""
+    stop, step = read_mapping(folder / "stopped.json"), metrics["step"].step if "step" in metrics else 0
     if stop:
         return {"kind": "stopped", "text": str(stop.get("reason", "Stopped."))}
-    if exported == step:
+    if exported_step(folder) == step:
         return {"kind": "finished", "text": f"Finished at step {step}."}
     return {"kind": "unfinished", "text": f"At step {step}: it trains, or ended without a record of its own."}
 
 
 def notes(folder: Path, metrics: Metrics) -> Iterator[Data]:
     """Yield what happened to a run and what is worth a look, the `warning`s marked, with the names of samples."""
+
+    def warning(text: str, names: Sequence[str] = ()) -> Data:
+        return {"text": text, "warning": True, "names": names}
+
     for line in read_rows(folder / "config_history.jsonl", changes=dict):
         pairs = [(key, pair) for key, pair in line.get("changes", {}).items() if isinstance(pair, list)]
         changes = "; ".join(f"{key}: {' → '.join(map(str, pair))}" for key, pair in pairs)
@@ -166,23 +232,21 @@ def notes(folder: Path, metrics: Metrics) -> Iterator[Data]:
     unreadable = [line for path in sorted((folder / "quarantine").glob("*.jsonl")) for line in read_rows(path)]
     if unreadable:
         named = [f"{line.get('sample')}: {line.get('reason')}" for line in unreadable[:MOST_NAMES]]
-        yield {"text": f"{len(unreadable)} samples could not be read.", "warning": True, "names": named}
+        yield warning(f"{len(unreadable)} samples could not be read.", named)
     for line in list(read_rows(folder / EVALUATIONS, caution=str))[-1:]:
         if "caution" in line:
-            yield {"text": f"Evaluation of step {line.get('step')}: {line['caution']}", "warning": True, "names": []}
-    _, waits = metrics.get("data_wait_share", ((), ()))
-    if waits and statistics.fmean(waits) > SLOW_DATA:
-        text = f"The loop waited for data in {statistics.fmean(waits):.0%} of its time. Raise data.num_workers."
-        yield {"text": text, "warning": True, "names": []}
-    steps, losses = metrics.get("validate/loss", ((), ()))
-    if losses and min(losses) < losses[-1]:
-        at = steps[losses.index(min(losses))]
-        text = f"validate/loss was lowest at step {at}, {min(losses):.6g}; it is {losses[-1]:.6g} now."
-        yield {"text": text, "warning": True, "names": []}
+            yield warning(f"Evaluation of step {line.get('step')}: {line['caution']}")
+    if "data_wait_share" in metrics:
+        share = statistics.fmean(metrics["data_wait_share"].points()["y"])
+        if share > SLOW_DATA:
+            yield warning(f"The loop waited for data in {share:.0%} of its time. Raise data.num_workers.")
+    if (losses := metrics.get("validate/loss")) is not None and losses.lowest[0] < losses.value:
+        lowest, step = losses.lowest
+        yield warning(f"validate/loss was lowest at step {step}, {lowest:.6g}; it is {losses.value:.6g} now.")
 
 
 def noise_levels(folders: Mapping[str, Path]) -> list[Data]:
-    """Return the unweighted loss over logSNR that the newest grids have a chart of, by label."""
+    """Unweighted loss over logSNR that the newest grids have a chart of, by label."""
     found = []
     for label, folder in _pick_evenly(folders, MOST_LEVELS):
         picture = _open_picture(folder / "loss_by_logsnr.png")
@@ -195,7 +259,7 @@ def noise_levels(folders: Mapping[str, Path]) -> list[Data]:
 
 
 def samples(folders: Mapping[str, Path]) -> Data:
-    """Return the pictures in folders of grids: `labels`, and by prompt `caption` and a `pictures` list of each kind.
+    """Pictures in folders of grids: `labels`, and by prompt `caption` and a `pictures` list of each kind.
 
     Pictures are small JPEGs as data urls, None where a folder lacks one.
     """
@@ -212,14 +276,14 @@ def samples(folders: Mapping[str, Path]) -> Data:
 
 
 def _pictures(folder: Path) -> dict[tuple[int, str], Path]:
-    """Return the pictures of a grid by the number of their prompt and their kind."""
+    """Pictures of a grid by the number of their prompt and their kind."""
     names = [(match, path) for path in sorted(folder.glob("*.png")) if (match := _PICTURE.fullmatch(path.name))]
     found = {(int(match[1]), match[2]): path for match, path in names}
     return {key: path for key, path in found.items() if key[0] < MOST_ROWS}
 
 
 def _embed_picture(path: Path) -> tuple[str | None, str]:
-    """Return a picture as a data url and its caption; None and nothing where it is damaged."""
+    """A picture as a data url and its caption; None and nothing where it is damaged."""
     picture = _open_picture(path)
     if picture is None:
         return None, ""
@@ -232,7 +296,7 @@ def _embed_picture(path: Path) -> tuple[str | None, str]:
 
 
 def _open_picture(path: Path) -> Any:
-    """Return a picture of Pillow, None where it is damaged."""
+    """A picture of Pillow, None where it is damaged."""
     from PIL import Image  # the list of commands needs none of it
 
     try:
@@ -244,68 +308,34 @@ def _open_picture(path: Path) -> Any:
 
 
 def _pick_evenly(folders: Mapping[str, Path], most: int) -> list[tuple[str, Path]]:
-    """Return at most this many folders, evenly spaced, the first and the last included."""
+    """At most this many folders, evenly spaced, the first and the last included."""
     every = list(folders.items())
     count = min(most, len(every))
     return [every[round(place * (len(every) - 1) / max(count - 1, 1))] for place in range(count)]
 
 
 def _difference(base: str, old: Mapping[str, Any], new: Mapping[str, Any], overrides: Sequence[str]) -> Data:
-    """Return the keys whose values differ, as key, other value, own value and whether the command line sets it."""
+    """Keys whose values differ, as key, other value, own value and whether the command line sets it."""
     keys = {override.partition("=")[0].lstrip("+~") for override in overrides}
     rows = [
-        [each.key, each.old, each.new, any(f"{each.key}.".startswith(f"{key}.") for key in keys)]
-        for each in find_differences(redacted(old), redacted(new))
+        [
+            difference.key,
+            difference.old,
+            difference.new,
+            any(f"{difference.key}.".startswith(f"{key}.") for key in keys),
+        ]
+        for difference in find_differences(redacted(old), redacted(new))
     ]
     return {"base": base, "rows": sorted(rows, key=lambda row: not row[3])}
 
 
-def _last_values(metrics: Metrics) -> dict[str, str]:
-    """Return the newest value of what a reader asks first."""
-    names = ("step", "samples_seen", "loss", "validate/loss", "validate_ema/loss", "lr", "images_per_second")
-    last = {name: float(metrics[name][1][-1]) for name in names if name in metrics}
-    return {name: f"{value:,.0f}" if value.is_integer() else f"{value:.6g}" for name, value in last.items()}
-
-
-def read_metrics(folder: Path) -> Metrics:
-    """Return the numbers of a run, line by line: a file of a million steps is larger than what is kept of it."""
-    found: dict[str, tuple[array[int], array[float]]] = defaultdict(lambda: (array("q"), array("d")))
-    for row in read_rows(folder / "metrics.jsonl"):
-        step: Any = row.get("step")
-        for name, value in row.items() if isinstance(step, int) and is_number(step) else ():
-            if is_number(value):
-                steps, values = found[name]
-                steps.append(step)
-                values.append(value)
-    return dict(found)
-
-
-def read_evaluations(folder: Path) -> Metrics:
-    """Return the latest numbers of a run's evaluations, without those of weights that it has replaced."""
-    manifests = [whole_manifest(path) for path in CheckpointFolder(folder / "checkpoints").visible().values()]
-    stamps = {manifest.step: manifest.stamp for manifest in manifests if manifest is not None}
-    found: dict[str, dict[int, float]] = defaultdict(dict)
-    for step, numbers in evaluations(folder / EVALUATIONS, stamps).items():
-        for name, value in numbers.items():
-            if is_number(step) and is_number(value):
-                found[name][step] = value
-    return {name: (steps := sorted(values), [values[step] for step in steps]) for name, values in found.items()}
-
-
 def step_folders(folder: Path) -> dict[int, Path]:
-    """Return the folders `step_<n>` in a folder, in the order of their steps."""
+    """Folders `step_<n>` in a folder, in the order of their steps."""
     found = {path: path.name.removeprefix("step_") for path in folder.glob("step_*")}
     return dict(sorted((int(step), path) for path, step in found.items() if step.isdecimal()))
 
 
 def newest_grid(folder: Path, step: int | None = None, name: str = "") -> Path | None:
-    """Return the folder of a run's newest grid of samples, up to a step and with a file of a name where these count."""
+    """Folder of a run's newest grid of samples, up to a step and with a file of a name where these count."""
     found = reversed(step_folders(folder / "samples").items())
     return next((path for at, path in found if (step is None or at <= step) and (path / name).exists()), None)
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value of JSON is a finite number, and no integer of more than 64 bits."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) < (2**63 if isinstance(value, int) else math.inf)
