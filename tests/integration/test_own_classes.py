@@ -117,6 +117,37 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     return run
 
 
+@pytest.mark.parametrize(
+    ("changed", "before", "after"),
+    [("mine", "1.0 *", "100.0 *"), ("helpers", "SCALE = 1.0", "SCALE = 100.0"), ("base", "pass", "step = 3")],
+)
+def test_a_class_that_changed_since_the_run_began_is_refused_on_a_resume(
+    tmp_path, monkeypatch, capfd, changed, before, after
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "base.py").write_text(f"{HEAD}class Base(Objective):\n    pass\n")
+    (tmp_path / "helpers.py").write_text("SCALE = 1.0\n")
+    (tmp_path / "mine.py").write_text(
+        "from base import Base\nfrom helpers import SCALE\n\nclass Mine(Base):\n"
+        "    def loss(self, *given):\n        return tuple(SCALE * 1.0 * loss for loss in super().loss(*given))\n"
+    )
+    allowed = "run.allowed_packages=[cascade_train,torch,mine]"
+    command = [*GIVEN, "objective._target_=mine.Mine", "data.num_workers=0", allowed, "run.dir=run"]
+
+    def start(steps: int) -> int:
+        for name in ("mine", "base", "helpers"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        return launch([*command, f"train.max_steps={steps}"])
+
+    assert start(2) == start(3) == 0
+    file = tmp_path / f"{changed}.py"
+    file.write_text(file.read_text().replace(before, after))
+    assert start(5) == 2
+    said = capfd.readouterr().err
+    assert re.search(f"mine.Mine.*files changed since this run started .*first {changed}; restore the old ones", said)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_class_that_cannot_train_is_refused(start, tmp_path: Path, case: str):
     key, written, words = REFUSED[case]

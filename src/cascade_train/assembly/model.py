@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
+from importlib.util import resolve_name
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +25,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from cascade_train.assembly.components import Parts
 from cascade_train.config.arguments import component_options
 from cascade_train.config.saved import to_plain
+from cascade_train.config.targets import components_in, import_target
 from cascade_train.distributed.consensus import from_every_rank
 from cascade_train.distributed.parallelize import (
     fits_one_device,
@@ -45,7 +52,7 @@ from cascade_train.tasks.base import Phase
 log = logging.getLogger(__name__)
 
 RECORD = "weights.json"
-"""In a run: key -> source, commit on the hub, and size and SHA-256 of each file."""
+"""In a run: key -> source, commit on the hub, and size and SHA-256 of each file; class of one's own -> its sources."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -210,26 +217,74 @@ def _sha256(path: Path) -> str:
     return announced if announced is not None and len(announced) == 64 else hash_file(path).sha256
 
 
-def record_weights(run: Path, specs: list[WeightsSpec], *, initial: tuple[str, ...], resumed: bool) -> None:
+def own_sources(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Digests of the source files of each class outside this library and torch, by its target and their modules."""
+    targets = {str(node["_target_"]) for _, node in components_in("", config)}
+    own = sorted(target for target in targets if target.partition(".")[0] not in ("cascade_train", "torch"))
+    return {target: {"source": target, "commit": None, "files": _sources(import_target(target))} for target in own}
+
+
+def _sources(component: Any) -> dict[str, str]:
+    """Digests of its module, those of its bases, and what these import from their package or from files beside it."""
+    package = component.__module__.partition(".")[0]
+    top = sys.modules[package]
+    place = next(iter(getattr(top, "__path__", [])), getattr(top, "__file__", None))
+    if place is None:  # a notebook
+        return {package: sha256(inspect.getsource(component).encode()).hexdigest()}
+    waiting = {base.__module__ for base in getattr(component, "__mro__", [component])}
+    digests: dict[str, str] = {}
+    while waiting:
+        name = waiting.pop()
+        module = sys.modules.get(name)
+        file = Path(getattr(module, "__file__", None) or ".")
+        is_own = name.partition(".")[0] == package or file.parent == Path(place).parent
+        if is_own and file.suffix == ".py" and name not in digests:
+            text = file.read_bytes()
+            digests[name] = sha256(text).hexdigest()
+            waiting |= _imports(text, getattr(module, "__package__", None))
+    return digests
+
+
+def _imports(text: bytes, package: str | None) -> set[str]:
+    """Names of the modules that a source may import."""
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            origin = resolve_name("." * node.level + (node.module or ""), package) if node.level else str(node.module)
+            names |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def record_weights(
+    run: Path,
+    specs: list[WeightsSpec],
+    *,
+    initial: tuple[str, ...],
+    resumed: bool,
+    own: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Write the record of a run; where it is `resumed`, keep its own and compare: keys of `initial` values may differ.
 
     Raises:
-        ConfigError: a frozen part has other files than at the start of the run.
+        ConfigError: a frozen part has other files than at the start of the run, or a class in `own` another source.
     """
     with ThreadPoolExecutor() as pool:
-        found = dict(zip((spec.key for spec in specs), pool.map(_describe, specs), strict=True))
+        found = dict(zip((spec.key for spec in specs), pool.map(_describe, specs), strict=True)) | {**own}
     path = run / RECORD
     held: Mapping[str, Any] = load_mapping(path) if resumed and path.is_file() else {}
-    for key, own in found.items():
-        before = held.get(key, own)
-        if key not in initial and own["files"] != before["files"]:
+    for key, now in found.items():
+        before = held.get(key, now)
+        if key not in initial and now["files"] != before["files"]:
+            changed = next(n for n, file in (before["files"] | now["files"]).items() if before["files"].get(n) != file)
             remedy = "restore the old ones"
-            if is_packaged(own["source"]):
+            if is_packaged(now["source"]):
                 remedy = f"go on with the library that {run / 'environment.json'} names, whose weights they are"
             elif before["commit"] is not None:
                 remedy += f": the commit {before['commit']} behind an @ in the source names them for good"
             raise ConfigError(
-                f"{key}={own['source']}: its files changed since this run started ({path}); {remedy}; "
+                f"{key}={now['source']}: its files changed since this run started ({path}), first {changed}; {remedy}; "
                 "or start a new run"
             )
     write_durably(path, json.dumps({**found, **held}, indent=2) + "\n")

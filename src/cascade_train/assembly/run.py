@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from cascade_train.assembly.cache_identity import take_cache
 from cascade_train.assembly.components import Parts, build_component, build_parts, families
-from cascade_train.assembly.model import build_phases, record_weights, weight_specs
+from cascade_train.assembly.model import build_phases, own_sources, record_weights, weight_specs
 from cascade_train.assembly.model_card import write_card
 from cascade_train.assembly.planning.strategies import fit
 from cascade_train.assembly.samples import build_sampling, build_validation, read_sample_prompts
@@ -103,7 +103,8 @@ def train_in(
         with weights_found_once():
             phases = build_phases(cfg, parts, world)
             specs, resumed = weight_specs(cfg, parts), run.resume_from is not None
-            from_rank_zero(lambda: record_weights(run.path, specs, initial=initial, resumed=resumed))
+            own = own_sources(to_plain(cfg))
+            from_rank_zero(lambda: record_weights(run.path, specs, initial=initial, resumed=resumed, own=own))
         trainer = build_trainer(cfg, parts, phases, data, run, world, signals)
         if run.resume_from is not None:
             trainer.restore(run.resume_from)
@@ -197,7 +198,7 @@ def build_trainer(
         run_id=None if run.created else facts.get("tracker_run_id"),  # a new directory is a tracked run of its own
         config=to_plain(cfg),
     )
-    keys = ("keep_last", "keep_every_steps", "keep_best", "best_metric", "keep_optimizer")
+    keys = ("keep_last", "keep_every_steps", "keep_best", "best_metric")
     retention = Retention(**{key: cfg.checkpoint[key] for key in keys}, best_mode=cfg.checkpoint.best_mode.value)
     return Trainer(
         world=world,
