@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 KEEPING = (
     *("ema.post_hoc=[0.05,0.1]", "train.max_steps=6", "checkpoint.every_steps=1", "checkpoint.keep_last=1"),
-    *("checkpoint.keep_every_steps=2", "checkpoint.keep_optimizer=false", "optimizer.lr=3e-3"),
+    *("checkpoint.keep_every_steps=2", "optimizer.lr=3e-3"),
 )
 
 

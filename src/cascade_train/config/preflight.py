@@ -261,7 +261,7 @@ def _check_post_hoc(root: Root) -> None:
         raise ConfigError(
             f"ema.post_hoc={root.ema.post_hoc} builds averages from checkpoints of all of the training, of which "
             f"checkpoint.keep_last={kept.keep_last} keeps the newest. Set checkpoint.keep_every_steps, e.g. to a "
-            "sixteenth of the steps, and checkpoint.keep_optimizer=false."
+            "sixteenth of the steps."
         )
 
 

@@ -37,8 +37,6 @@ class CheckpointConfig:
     """min = small values are good, or max."""
     every_epochs: int | None = None
     """Epochs between checkpoints, in whole steps, in place of every_steps; null = those count."""
-    keep_optimizer: bool = True
-    """false = those that do not stay for being new lose their optimizer state; no run continues from them."""
     asynchronous: bool = True
     """Train on once the state is copied to the host, while a thread writes it; false = wait for the disk."""
 
@@ -49,10 +47,9 @@ class CheckpointConfig:
                 f"checkpoint.keep_best={self.keep_best} and checkpoint.best_metric={self.best_metric} belong together."
                 " Set both, e.g. checkpoint.keep_best=3 checkpoint.best_metric=validate/loss, or neither."
             )
-        if self.keep_last is None and (self.keep_best is not None or not self.keep_optimizer):
-            key = "keep_best" if self.keep_best is not None else "keep_optimizer"
+        if self.keep_last is None and self.keep_best is not None:
             raise ConfigError(
-                f"checkpoint.{key} has no effect with checkpoint.keep_last=null: all checkpoints stay as they are."
+                "checkpoint.keep_best has no effect with checkpoint.keep_last=null: all checkpoints stay as they are."
                 " Set checkpoint.keep_last, e.g. checkpoint.keep_last=2."
             )
 
@@ -104,7 +101,7 @@ class SampleConfig:
 
 @dataclass(kw_only=True)
 class ValidateConfig:
-    """Loss on held-out samples at fixed noise levels, with fixed noise."""
+    """Loss on held-out samples as training has it, with random choices that stay; at step 0 too."""
 
     every_steps: int | None
     """Optimizer steps between validations; null = none."""
@@ -115,7 +112,8 @@ class ValidateConfig:
     samples: int
     """Held-out samples of one validation."""
     logsnr: list[float]
-    """Noise levels, natural logarithm of the signal-to-noise ratio."""
+    """Noise levels (natural logarithm of the signal-to-noise ratio) at which the unweighted loss is measured too, at
+    every fourth validation and the last; [] = at none."""
     reconstructions: int = 0
     """Held-out pictures that Stage B samples again, as `sample` says, to measure how near it comes; 0 = none."""
     lpips: str | None = None
@@ -141,8 +139,6 @@ class ValidateConfig:
             raise ConfigError(
                 f"validate.{key}={due} needs held-out samples. Set validate.share, e.g. 0.01, or validate.urls."
             )
-        if due is not None and not self.logsnr:
-            raise ConfigError("validate.logsnr=[] names no noise level, e.g. validate.logsnr=[-4,0,4].")
 
 
 @dataclass(kw_only=True)

@@ -135,7 +135,7 @@ def export_checkpoint(
     if note is not None and (is_other or exported_step(checkpoints.parent) != at):
         from_rank_zero(lambda: note.unlink(missing_ok=True))  # what lies there is of another step from now on
     write_exports(cfg, parts.task, phases, out, run=checkpoints.parent, step=at, average=weights != "trained")
-    if note is not None and not is_other:
+    if note is not None and not is_other and not note.exists():
         from_rank_zero(lambda: write_durably(note, json.dumps({"step": at}) + "\n"))
     return path
 
@@ -178,7 +178,7 @@ def restore_average(
 
 def find_checkpoint(store: CheckpointStore, step: int | None) -> Path:
     """Return the folder of the checkpoint of a step, None = of the newest."""
-    path = store.newest(has_optimizer=False) if step is None else store.directory / f"step_{step}"
+    path = store.newest() if step is None else store.directory / f"step_{step}"
     if path is None or not path.is_dir():
         there = ", ".join(map(str, store.steps())) or "none"
         raise ConfigError(

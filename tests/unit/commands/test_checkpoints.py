@@ -10,9 +10,8 @@ import yaml
 
 from cascade_train.__main__ import launch
 from cascade_train.distributed.process_group import process_group
-from cascade_train.engine.checkpoint.folder import Retention, find_fault, read_manifest
+from cascade_train.engine.checkpoint.folder import Retention
 from cascade_train.engine.checkpoint.store import CheckpointStore
-from tests.unit.engine.run.test_lock import holding
 
 RULE = {"keep_last": 2, "keep_every_steps": 4, "keep_best": 1, "best_metric": "loss", "best_mode": "min"}
 
@@ -49,14 +48,6 @@ def damage(run, step):
     file.write_bytes(bytes(data))
 
 
-def steps(run):
-    return sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir())
-
-
-def has_optimizer(run):
-    return {step: read_manifest(run / "checkpoints" / f"step_{step}").has_optimizer for step in steps(run)}
-
-
 def test_ls_says_why_each_stays(run, capsys):
     (run / "checkpoints" / "step_2" / "__0_0.distcp").write_bytes(b"short")
     assert launch(["checkpoints", "ls", str(run)]) == 0
@@ -74,8 +65,6 @@ def test_a_path_may_hold_an_equals_sign(made, tmp_path, monkeypatch, capsys):
     assert launch(["checkpoints", "ls", str(run)]) == 0
     monkeypatch.chdir(run.parent)
     assert launch(["checkpoints", "verify", run.name, "step_3"]) == 0
-    assert launch(["checkpoints", "prune", run.name, "keep_last=2"]) == 0
-    assert steps(run) == [5, 6]
     assert launch(["checkpoints", "ls", "lr=0.5"]) == 2
     assert "ls needs a run" in capsys.readouterr().err
 
@@ -90,58 +79,10 @@ def test_verify_reads_every_byte(run, capsys):
     assert capsys.readouterr().out == "step_5: verified\n"
 
 
-def test_prune_keeps_what_its_rule_names(run, capsys):
-    assert launch(["checkpoints", "prune", str(run), "keep_last=1", "keep_every_steps=2", "keep_best=1"]) == 0
-    assert steps(run) == [2, 3, 4, 6]
-    assert "step_5 is deleted: 0.000 GiB" in capsys.readouterr().out
-    assert not (run / ".lock").exists()
-
-
-def test_prune_drops_the_optimizer_of_all_but_the_newest(run, capsys):
-    assert launch(["checkpoints", "prune", str(run), "optimizer=drop"]) == 0
-    assert has_optimizer(run) == {**dict.fromkeys(range(1, 6), False), 6: True}
-    assert capsys.readouterr().out.count("has no optimizer state any more") == 5
-    assert all(find_fault(path) is None for path in (run / "checkpoints").iterdir())
-    assert launch(["checkpoints", "prune", str(run), "optimizer=drop"]) == 0
-    assert capsys.readouterr().out == ""
-
-
-def test_prune_by_both_at_once(run):
-    assert launch(["checkpoints", "prune", str(run), "keep_last=2", "keep_best=1", "optimizer=drop"]) == 0
-    assert has_optimizer(run) == {3: False, 5: True, 6: True}
-
-
-def test_a_promoted_checkpoint_stays_for_good(run, capsys):
-    assert launch(["checkpoints", "promote", str(run), "step_1", "name=good"]) == 0
-    assert capsys.readouterr().out == "step_1 is good, and stays for good\n"
-    assert find_fault(run / "checkpoints" / "step_1") is None
-    assert launch(["checkpoints", "prune", str(run), "keep_last=1"]) == 0
-    assert steps(run) == [1, 6]
-    with process_group():
-        store = CheckpointStore(run / "checkpoints", retention=Retention(keep_last=1))
-        store.save(1, state(9), {"step": 1})
-        store.save(7, state(7), {"step": 7})
-    assert steps(run) == [1, 7]
-    assert read_manifest(run / "checkpoints" / "step_1").name == "good"
-    assert launch(["checkpoints", "promote", str(run), "1", "name=null"]) == 0
-    assert read_manifest(run / "checkpoints" / "step_1").name is None
-
-
-def test_a_damaged_checkpoint_gets_no_name(run, capsys):
-    damage(run, 2)
-    assert launch(["checkpoints", "promote", str(run), "step_2", "name=good"]) == 1
-    assert "step_2 is not promoted, because it is damaged: __0_0.distcp does not match" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["prune", "RUN"], "Nothing is to be pruned: set keep_last"),
-        (["prune", "RUN", "optimizer=throw"], "optimizer=throw is unknown; choose one of keep, drop"),
-        (["prune", "RUN", "keep_last=0"], "\nkeep_last=0 must be at least 1"),
-        (["prune", "RUN", "keep_best=1", "optimizer=drop"], "keep_best=1 needs keep_last, and checkpoint.best_metric"),
-        (["promote", "RUN", "step_9", "name=good"], "step_9 is not a checkpoint of this run. There are: step_1, step_"),
-        (["promote", "RUN", "step_2"], "name is not set: What to call it"),
+        (["verify", "RUN", "step_9"], "step_9 is not a checkpoint of this run. There are: step_1, step_"),
         (["ls", "RUN/checkpoints"], "checkpoints is no run with checkpoints. Give the folder"),
         (["ls"], "ls needs a run."),
         (["ls", "RUN", "step_1"], "'step_1' is one word too many."),
@@ -151,27 +92,12 @@ def test_a_damaged_checkpoint_gets_no_name(run, capsys):
 def test_what_makes_no_sense_is_refused(run, capsys, words, said):
     assert launch(["checkpoints", *[word.replace("RUN", str(run)) for word in words]]) == 2
     assert said in f"\n{capsys.readouterr().err}"
-    assert steps(run) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_name_belongs_to_one(run, capsys):
-    assert launch(["checkpoints", "promote", str(run), "step_1", "name=good"]) == 0
-    assert launch(["checkpoints", "promote", str(run), "step_2", "name=good"]) == 2
-    assert "name=good is that of step_1 already. Choose another." in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["prune", "keep_last=1"], ["promote", "step_1", "name=good"]])
-def test_a_live_run_is_left_alone_and_its_holder_named(run, capsys, words):
-    with holding(run) as holder:
-        assert launch(["checkpoints", words[0], str(run), *words[1:]]) == 2
-    assert f"is in use by process {holder.pid} on" in capsys.readouterr().err
-    assert steps(run) == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize("words", [[], ["--help"], ["prune", "--help"]])
+@pytest.mark.parametrize("words", [[], ["--help"], ["verify", "--help"]])
 def test_help_is_printed(capsys, words):
     assert launch(["checkpoints", *words]) == 0
-    assert "promote RUN step_<n> name=NAME" in capsys.readouterr().out
+    assert "verify RUN [step_<n>]" in capsys.readouterr().out
 
 
 def test_looking_imports_no_torch(run):

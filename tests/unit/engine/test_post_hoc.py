@@ -127,14 +127,14 @@ def test_a_damaged_checkpoint_is_left_out(trained, world, tmp_path):
     assert not torch.equal(restore(trainer, 400, 0.12), restore(trained, 400, 0.12))
 
 
-def test_what_a_rule_keeps_builds_averages_without_the_optimizers_state(world, tmp_path):
+def test_what_a_rule_keeps_builds_averages(world, tmp_path):
     def run(name, **rule):
         trainer = build(world, tmp_path / name, max_steps=40, checkpoint=2)
         trainer.store = CheckpointStore(trainer.store.directory, retention=Retention(**rule))
         trainer.run()
         return trainer
 
-    kept, every = run("kept", keep_last=1, keep_every_steps=4, keep_optimizer=False), run("every")
+    kept, every = run("kept", keep_last=1, keep_every_steps=4), run("every")
     assert kept.store.steps() == list(range(4, 41, 4))
     for step in every.store.steps():
         if step % 4:

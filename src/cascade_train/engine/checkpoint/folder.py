@@ -34,29 +34,10 @@ EVALUATED = "evaluate/"
 """Prefix of their measures; `complete` adds those of a step to the facts of its manifest under this key."""
 
 _VISIBLE = re.compile(r"step_(\d+)")
-_HIDDEN = re.compile(r"\.step_(\d+)\.(saving|replaced|deleting|slimming)")
+_HIDDEN = re.compile(r"\.step_(\d+)\.(saving|replaced|deleting)")
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
-_INTEGERS = (
-    "step",
-    "facts.step",
-    "facts.samples_seen",
-    "facts.max_steps",
-    "facts.data.position",
-    "facts.data.epoch",
-    "facts.data.taken",
-)
-_MAPPINGS = ("facts", "facts.data", "facts.losses", "facts.best", "facts.data.start")
-TYPES: dict[str, Any] = {
-    **dict.fromkeys(_MAPPINGS, dict),  # before what they contain
-    **dict.fromkeys((*_INTEGERS, "facts.data.global_batch_size"), int),
-    **dict.fromkeys(("has_optimizer", "facts.finished"), bool),
-    **dict.fromkeys(("name", "weights", "facts.tracker_run_id"), str | None),
-    **dict.fromkeys(("facts.data.identity", "facts.data.content", "facts.best.metric"), str),
-    **{"facts.data.dealt": str, "facts.best.value": int | float},
-}
-"""Types of what the loop writes and later relies on; not all of it is in every manifest."""
 
 
 @dataclass(frozen=True)
@@ -75,22 +56,16 @@ class Manifest:
         step: its optimizer step.
         files: every file beside the manifest, by name.
         facts: what the loop needs without loading tensors.
-        has_optimizer: a run can continue from it exactly; false once the optimizer state was dropped.
-        name: given by `checkpoints promote`; a checkpoint with a name is never deleted.
-        weights: its stamp when it was saved, if its files have changed since.
     """
 
     step: int
     files: dict[str, FileRecord]
     facts: dict[str, Any]
-    has_optimizer: bool = True
-    name: str | None = None
-    weights: str | None = None
 
     @property
     def stamp(self) -> str:
-        """A digest that changes with the weights, but not when the checkpoint is named or loses its optimizer."""
-        return self.weights or _digest({name: asdict(record) for name, record in self.files.items()})[:16]
+        """A digest that changes with the files."""
+        return _digest({name: asdict(record) for name, record in self.files.items()})[:16]
 
 
 def hash_file(path: Path) -> FileRecord:
@@ -118,25 +93,9 @@ def read_manifest(directory: Path) -> Manifest:
         files = {name: FileRecord(**record) for name, record in body["files"].items()}
         if any(Path(name).name != name for name in files):
             raise ValueError("it names files outside its folder")
-        _check_types(body, files)
-        optional = {key: body[key] for key in ("has_optimizer", "name", "weights") if key in body}
-        return Manifest(step=body["step"], files=files, facts=body["facts"], **optional)
+        return Manifest(step=body["step"], files=files, facts=body["facts"])
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise RunError(f"{path} is missing or damaged: {error!r}") from error
-
-
-def _check_types(body: dict[str, Any], files: dict[str, FileRecord]) -> None:
-    """Raise ValueError where a value has another type than the loop relies on."""
-    for name, record in files.items():
-        if type(record.size) is not int or type(record.sha256) is not str:
-            raise ValueError(f"files.{name} has a size or a hash of another type")
-    for key, kind in TYPES.items():
-        *path, name = key.split(".")
-        node: Any = body
-        for each in path:
-            node = node.get(each, {})
-        if name in node and (not isinstance(node[name], kind) or (isinstance(node[name], bool) and kind is not bool)):
-            raise ValueError(f"{key} is {type(node[name]).__name__}")
 
 
 def find_fault(directory: Path, *, hashes: bool = True) -> str | None:
@@ -194,7 +153,7 @@ class CheckpointFolder:
         return self.directory / f"step_{step}"
 
     def hidden(self, step: int, kind: str) -> Path:
-        """Return the folder in which a step's checkpoint is made (`saving`, `slimming`) before it is published."""
+        """Return the folder in which a step's checkpoint is made (`saving`) before it is published."""
         return self.directory / f".step_{step}.{kind}"
 
     def visible(self) -> dict[int, Path]:
@@ -261,8 +220,7 @@ class CheckpointFolder:
 class Retention:
     """Which checkpoints stay, and why: the newest `keep_last` (None = all), those of every so many steps, and the best.
 
-    `best_metric` is a key of `metrics.jsonl` or of `evaluation.jsonl`. Without `keep_optimizer`, those that stay for
-    another reason than being among the newest lose their optimizer state.
+    `best_metric` is a key of `metrics.jsonl` or of `evaluation.jsonl`.
     """
 
     keep_last: int | None = None
@@ -270,7 +228,6 @@ class Retention:
     keep_best: int | None = None
     best_metric: str | None = None
     best_mode: Literal["min", "max"] = "min"
-    keep_optimizer: bool = True
 
     def __post_init__(self) -> None:
         for key in ("keep_last", "keep_every_steps", "keep_best"):
@@ -281,22 +238,14 @@ class Retention:
     def reasons(self, manifests: Mapping[int, Manifest]) -> dict[int, list[str]]:
         """Return, of all complete checkpoints by step, why each stays; those without a reason may go."""
         found: dict[int, list[str]] = {step: [] for step in sorted(manifests)}
-        for step in self.newest(manifests):
+        for step in sorted(manifests)[-(self.keep_last or 0) :]:
             found[step].append("all stay" if self.keep_last is None else f"newest {self.keep_last}")
         if self.keep_every_steps is not None:
             for step in (step for step in found if step % self.keep_every_steps == 0):
                 found[step].append(f"every {self.keep_every_steps}")
         for place, step in enumerate(self._best(manifests), start=1):
             found[step].append(f"number {place} by {self.best_metric}")
-        for step, manifest in manifests.items():
-            if manifest.name is not None:
-                found[step].append(f"named {manifest.name}")
         return found
-
-    def newest(self, manifests: Mapping[int, Manifest]) -> list[int]:
-        """Return the steps of the `keep_last` newest, which a run continues from."""
-        steps = sorted(manifests)
-        return steps if self.keep_last is None else steps[-self.keep_last :]
 
     def _best(self, manifests: Mapping[int, Manifest]) -> list[int]:
         """Return the best steps, the best one first; of equals the later one."""

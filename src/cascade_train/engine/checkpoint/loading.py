@@ -7,11 +7,9 @@ others as weights. Sizes and hashes are compared before, by the manifest.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
 import math
 import pickle
-import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -28,17 +26,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from cascade_train.distributed.consensus import from_every_rank
-from cascade_train.engine.checkpoint.folder import (
-    CheckpointFolder,
-    Manifest,
-    find_fault,
-    hash_file,
-    read_manifest,
-    write_manifest,
-)
+from cascade_train.engine.checkpoint.folder import Manifest, find_fault
 from cascade_train.engine.checkpoint.writing import first_failure
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.files.durable import sync
 from cascade_train.files.untrusted import open_regular
 
 TABLE_NAME = ".metadata"
@@ -218,54 +208,6 @@ def _describe(entry: object) -> str:
     if isinstance(entry, Tensor):
         return f"{entry.dtype} {tuple(entry.shape)}"
     return "a plain value"
-
-
-def drop_optimizer(folder: CheckpointFolder, step: int) -> int:
-    """Replace a complete checkpoint by a copy without the optimizers' state; return the bytes freed.
-
-    A RunError where it is damaged, which a copy would hide; an OSError leaves it as it was.
-    """
-    path, hidden = folder.path(step), folder.hidden(step, "slimming")
-    fault = find_fault(path)
-    if fault is not None:
-        raise RunError(f"{path} keeps its optimizer state, because it is damaged: {fault}")
-    manifest = read_manifest(path)
-    table = read_table(path, manifest)
-    shutil.rmtree(hidden, ignore_errors=True)
-    hidden.mkdir()
-    try:
-        (hidden / TABLE_NAME).write_bytes(pickle.dumps(_copy_rest(path, hidden, table, optimizer_keys(table))))
-        for each in hidden.iterdir():
-            sync(each)
-        files = {each.name: hash_file(each) for each in sorted(hidden.iterdir())}
-        slim = dataclasses.replace(manifest, files=files, has_optimizer=False, weights=manifest.stamp)
-        write_manifest(hidden, slim)
-        folder.publish(hidden, step)
-    except OSError:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
-    return sum(each.size for each in manifest.files.values()) - sum(each.size for each in files.values())
-
-
-def _copy_rest(path: Path, hidden: Path, table: Metadata, dropped: frozenset[str]) -> Metadata:
-    """Copy the other entries byte by byte into files of the same names; return their table of contents."""
-    by_file: dict[str, list[Any]] = defaultdict(list)
-    for index, info in table.storage_data.items():
-        if index.fqn not in dropped:
-            by_file[info.relative_path].append((info.offset, index, info))
-    moved = {}
-    for name, entries in by_file.items():
-        with (path / name).open("rb") as source, (hidden / name).open("wb") as target:
-            for offset, index, info in sorted(entries, key=lambda entry: entry[0]):
-                moved[index] = dataclasses.replace(info, offset=target.tell())
-                source.seek(offset)
-                target.write(source.read(info.length))
-    return dataclasses.replace(
-        table,
-        storage_data=moved,
-        state_dict_metadata={key: each for key, each in table.state_dict_metadata.items() if key not in dropped},
-        planner_data={key: each for key, each in table.planner_data.items() if key not in dropped},
-    )
 
 
 def tensor_differences(paths: tuple[Path, Path], manifests: tuple[Manifest, Manifest]) -> Iterator[str]:

@@ -31,9 +31,9 @@ from cascade_train.engine.checkpoint.folder import (
     read_manifest,
     write_manifest,
 )
-from cascade_train.engine.checkpoint.loading import drop_optimizer, load_files
+from cascade_train.engine.checkpoint.loading import load_files
 from cascade_train.engine.checkpoint.writing import Background, HostMemory, Layout, Snapshot, check_space, write_files
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.errors import RunError
 
 log = logging.getLogger(__name__)
 
@@ -141,20 +141,17 @@ class CheckpointStore:
         """Abandon the unfinished save: for an end that cannot wait. Not collective."""
         self._in_flight, self._background = None, Background(name="checkpoints")
 
-    def newest(self, *, has_optimizer: bool = True) -> Path | None:
-        """Return the checkpoint of the highest step that verifies, byte by byte; None = none does. For one rank.
+    def newest(self) -> Path | None:
+        """Checkpoint of the highest step that verifies, byte by byte; None = none does. For one rank.
 
-        Others are skipped with a warning; with `has_optimizer` also those from which no run can continue.
+        Others are skipped with a warning.
         """
         self._folder.restore_replaced()
         for path in reversed(self._folder.visible().values()):
             fault = find_fault(path)
-            if fault is not None:
-                log.warning("the checkpoint %s is damaged and skipped: %s", path, fault)
-            elif has_optimizer and not read_manifest(path).has_optimizer:
-                log.warning("the checkpoint %s has no optimizer state any more and is skipped", path)
-            else:
+            if fault is None:
                 return path
+            log.warning("the checkpoint %s is damaged and skipped: %s", path, fault)
         return None
 
     def steps(self) -> list[int]:
@@ -165,11 +162,9 @@ class CheckpointStore:
         """Fill `tensors` in place from a checkpoint of any number of ranks, and return its facts. Collective.
 
         Without `optimizer`, the optimizers' state is neither in `tensors` nor read. A ConfigError for a checkpoint of
-        another model, or without optimizer state; a RunError for a file that is unreadable or could run code.
+        another model; a RunError for a file that is unreadable or could run code.
         """
         manifest = from_rank_zero(lambda: read_manifest(path))
-        if optimizer and not manifest.has_optimizer:
-            raise ConfigError(NO_OPTIMIZER.format(path=path))
         load_files(path, manifest, tensors, optimizer=optimizer)
         return manifest.facts
 
@@ -207,10 +202,8 @@ class CheckpointStore:
             file = hidden / name
             if not file.is_file() or file.stat().st_size != record.size:
                 raise RunError(f"{file} of another rank is not visible to rank 0: all ranks must share run.dir")
-        replaced = self._folder.path(manifest.step)
-        kept_name = read_manifest(replaced).name if find_fault(replaced, hashes=False) is None else None
         facts = {**manifest.facts, **self._ranking(manifest.step)}
-        write_manifest(hidden, dataclasses.replace(manifest, facts=facts, name=kept_name))
+        write_manifest(hidden, dataclasses.replace(manifest, facts=facts))
         self._folder.publish(hidden, manifest.step)
         self._retain(manifest.step)
 
@@ -234,22 +227,9 @@ class CheckpointStore:
         if self._retention.keep_last is None:
             return
         manifests = {step: each for step, each in self._folder.complete().items() if step <= newest}
-        recent = self._retention.newest(manifests)
         for step, reasons in self._retention.reasons(manifests).items():
             if not reasons:
                 self._folder.delete(step)
-            elif not self._retention.keep_optimizer and step not in recent and manifests[step].has_optimizer:
-                try:
-                    drop_optimizer(self._folder, step)
-                except (OSError, RunError) as error:
-                    log.warning("the optimizer state of step %d could not be dropped: %s", step, error)
-
-
-NO_OPTIMIZER = (
-    "{path} has no optimizer state any more (it was dropped when the checkpoint was kept), so that no run can continue "
-    "from it exactly. Remedy: a later checkpoint; or a new run from its weights: cascade-train export "
-    "from=<run> step=<n> out=<folder>, then model.weights=<folder>"
-)
 
 
 def _own_records(hidden: Path) -> dict[str, FileRecord]:

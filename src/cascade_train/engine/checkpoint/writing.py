@@ -228,8 +228,8 @@ def check_space(directory: Path, bytes_by_rank: Iterable[int]) -> None:
     if free < needed:
         raise RunError(
             f"a checkpoint of {needed / 2**30:.3f} GiB does not fit in {directory}, where {free / 2**30:.3f} GiB are "
-            "free; nothing was written. Remedy: free space there (cascade-train checkpoints prune), a "
-            "smaller checkpoint.keep_last, or another run.dir"
+            "free; nothing was written. Remedy: free space there, a smaller "
+            " checkpoint.keep_last, or another run.dir"
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import zip_longest
 from typing import Any
 
 _FREE_NODES = (
@@ -49,8 +49,6 @@ class Difference:
         node = self.key.split(".", 1)[0]
         if self.key in _FREE_NUMBERS:
             return not {None, ABSENT} & {self.old, self.new}
-        if _made_absolute(self.old, self.new):
-            return True
         return self.key not in _BOUND_KEYS and (node in _FREE_NODES or self.key in _FREE_KEYS)
 
     @property
@@ -69,48 +67,59 @@ def find_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Dif
 def refused(
     differences: Sequence[Difference], *, free_keys: Collection[str] = (), data_may_change: bool = False
 ) -> list[Difference]:
-    """Return the differences that a continued run may not have; `data_may_change` frees data and batch size too."""
+    """Differences that a continued run may not have; `data_may_change` frees data and batch size too."""
     free = [f"{key}." for key in free_keys]  # a node of free options may replace null, and be replaced by it
 
     def is_bound(key: str) -> bool:
-        return not any(key.startswith(each) or each.startswith(key) for each in free)
+        return not any(key.startswith(name) or name.startswith(key) for name in free)
 
-    bound = [each for each in differences if not each.is_free and is_bound(f"{each.key}.")]
-    return [each for each in bound if not (data_may_change and each.is_of_data)]
+    bound = [difference for difference in differences if not difference.is_free and is_bound(f"{difference.key}.")]
+    return [difference for difference in bound if not (data_may_change and difference.is_of_data)]
 
 
 def describe(differences: Sequence[Difference]) -> str:
-    """Return one line `key: old -> new` for each; of another component, not the options that one side lacks."""
-    nodes = [each.key.removesuffix("_target_") for each in differences if each.key.endswith("._target_")]
-    shown = [
-        each
-        for each in differences
-        if ABSENT not in (each.old, each.new)
-        or not any(each.key.startswith(node) and each.key != f"{node}_target_" for node in nodes)
+    """One line `key: old -> new` for each; of another component, not the options that one side lacks.
+
+    Of lists it names the first entry that differs.
+    """
+    nodes = [
+        difference.key.removesuffix("_target_") for difference in differences if difference.key.endswith("._target_")
     ]
-    return "\n".join(f"  {each.key.removesuffix('._target_')}: {each.old} -> {each.new}" for each in shown)
+    shown = [
+        difference
+        for difference in differences
+        if ABSENT not in (difference.old, difference.new)
+        or not any(difference.key.startswith(node) and difference.key != f"{node}_target_" for node in nodes)
+    ]
+    return "\n".join(f"  {_describe(difference)}" for difference in shown)
+
+
+def _describe(difference: Difference) -> str:
+    key, old, new = difference.key.removesuffix("._target_"), difference.old, difference.new
+    if isinstance(old, list) and isinstance(new, list):
+        pairs = enumerate(zip_longest(old, new, fillvalue=ABSENT))
+        place, (old, new) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
+        key = f"{key}[{place}]"
+    return f"{key}: {old} -> {new}"
+
+
+_LIMITS = ("train.max_steps", "train.max_epochs", "data.num_examples_to_see")
+
+
+def limits_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that say how long a run trains, by their dotted keys; None = no limit."""
+    flat = flatten(config)
+    return {key: flat.get(key) for key in _LIMITS}
 
 
 def is_limit_raised(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Return whether the new config trains longer: more steps, epochs or samples to see, or a limit lifted."""
-    for node, key in (("train", "max_steps"), ("train", "max_epochs"), ("data", "num_examples_to_see")):
-        before, after = old.get(node, {}).get(key), new.get(node, {}).get(key)
-        if before is not None and (after is None or after > before):
-            return True
-    return False
-
-
-def _made_absolute(old: Any, new: Any) -> bool:
-    """Return whether `new` is the path, or list of paths, `old` made absolute from the current folder."""
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        return all(a == b or _made_absolute(a, b) for a, b in zip(old, new, strict=True))
-    return (
-        isinstance(old, str) and isinstance(new, str) and Path(new).is_absolute() and Path(old).absolute() == Path(new)
-    )
+    """Whether the new limits train longer: more steps, epochs or samples to see, or a limit lifted."""
+    pairs = [(old.get(key), new.get(key)) for key in _LIMITS]
+    return any(before is not None and (after is None or after > before) for before, after in pairs)
 
 
 def flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a nested config by their dotted keys."""
+    """Values of a nested config by their dotted keys."""
     flat: dict[str, Any] = {}
     for name, value in node.items():
         if isinstance(value, Mapping) and value:

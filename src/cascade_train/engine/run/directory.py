@@ -1,48 +1,63 @@
-"""A run's directory: claiming it, continuing in it, and refusing what would lose or mix up results."""
+"""A run's directory: claimed, continued, and what a start records in it; refuses what would lose or mix up results."""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
+import platform
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.engine.checkpoint.folder import find_fault, read_manifest
-from cascade_train.engine.checkpoint.store import NO_OPTIMIZER, CheckpointStore
-from cascade_train.engine.metrics import cut_lines, missing_steps
-from cascade_train.engine.run.config_difference import Difference, describe, find_differences, is_limit_raised, refused
-from cascade_train.engine.run.environment import describe_environment
+from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.metrics import cut_lines
+from cascade_train.engine.run.config_difference import (
+    Difference,
+    describe,
+    find_differences,
+    is_limit_raised,
+    limits_of,
+    refused,
+)
 from cascade_train.engine.run.lock import CONFIG as _CONFIG
 from cascade_train.engine.run.lock import LOCK_NAME, RunLock, check_folder, not_writable
 from cascade_train.engine.trackers import TRACKERS
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import append_durably, to_yaml, write_durably
-from cascade_train.files.run_folder import EXPORT, EXPORTED, exported_step
-from cascade_train.files.untrusted import load_mapping, read_regular, read_rows
-from cascade_train.redaction import redacted
+from cascade_train.files.run_folder import EXPORT, EXPORTED
+from cascade_train.files.untrusted import load_mapping, read_mapping
+from cascade_train.redaction import redact_argument, redacted
 from cascade_train.signals import defer_signals
 
 log = logging.getLogger(__name__)
 
-_HISTORY = "config_history.jsonl"
-_METRICS = "metrics.jsonl"
-_CHECKPOINTS = "checkpoints"
-_SAMPLES = "samples"
-_START = "start.json"
+_HISTORY, _START = "config_history.jsonl", "start.json"
+_METRICS, _CHECKPOINTS, _SAMPLES = "metrics.jsonl", "checkpoints", "samples"
 _BEFORE_THE_FIRST_STEP = {
     _CONFIG, "environment.json", "weights.json", _HISTORY, LOCK_NAME, "quarantine", "listing.json", _SAMPLES, _START,
     *TRACKERS,
 }  # fmt: skip
 """What a start creates before there is anything to lose: our files, the first grid, the trackers' folders."""
+
+_PACKAGES = (
+    "accelerate", "cascade-train", "diffusers", "hydra-core", "numpy", "omegaconf", "peft", "pillow", "safetensors",
+    "torch", "torchvision", "transformers", "webdataset",
+)  # fmt: skip
+_GIT_SECONDS = 10
 
 
 @dataclass(kw_only=True)
@@ -50,19 +65,21 @@ class RunDirectory:
     """A claimed run directory, by its absolute path.
 
     Attributes:
+        config: of this start, without secrets.
         resume_from: a verified checkpoint to continue from; None = from the start.
         finished: there is nothing left to do.
+        differences: settings that a continued run changes.
         created: this claim made the directory.
         lock: held by rank 0.
-        before: former contents of the files that this claim changed, by their names; None = there was no file.
     """
 
     path: Path
+    config: Mapping[str, Any]
     resume_from: Path | None
-    finished: bool
+    finished: bool = False
+    differences: Sequence[Difference] = ()
     created: bool
     lock: RunLock
-    before: Mapping[str, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.checkpoints = self.path / _CHECKPOINTS
@@ -73,16 +90,22 @@ class RunDirectory:
 
     def cut_metrics(self, step: int) -> None:
         """Drop the lines of `metrics.jsonl` after `step`, and torn ones; a RunError leaves it as it was. Collective."""
-        from_rank_zero(lambda: cut_lines(self.metrics_path, step))
+        from_rank_zero(lambda: cut_lines(self.metrics_path, step or -1))  # step 0 is measured again
 
     def record_start(self, start: Mapping[str, Any]) -> None:
-        """Write facts of the latest start, JSON values, for the page of the run. Collective."""
-        text = json.dumps(redacted(start), indent=2) + "\n"
-        from_rank_zero(lambda: write_durably(self.path / _START, text))
+        """Write the facts of a start, JSON values, and the settings that a continued run changes. Collective."""
+
+        def record() -> None:
+            if not self.created:
+                _record_continuation(self)
+            write_durably(self.path / _START, json.dumps(redacted(start), indent=2) + "\n")
+
+        from_rank_zero(record)
 
     def record_exports(self, step: int) -> None:
         """Note that `export/` has the results of `step`: only then is a run finished. Collective."""
-        from_rank_zero(lambda: write_durably(self.export / EXPORTED, json.dumps({"step": step}) + "\n"))
+        text = json.dumps({"step": step, "limits": limits_of(self.config)}) + "\n"
+        from_rank_zero(lambda: write_durably(self.export / EXPORTED, text))
 
     def record_stop(self, stop: dict[str, Any] | None) -> None:
         """Note why a run ended before its last step, for scripts; None = it goes on. Collective."""
@@ -101,11 +124,6 @@ class RunDirectory:
             yield
         except Exception:
             self.withdraw()
-            for name, text in self.before.items() if dist.get_rank() == 0 else ():
-                if text is None:
-                    (self.path / name).unlink(missing_ok=True)
-                else:
-                    write_durably(self.path / name, text)
             raise
 
 
@@ -137,15 +155,15 @@ def claim(
     """Make a run directory, or continue the run in it from its newest checkpoint that verifies. Collective.
 
     A continued run may change the settings of `config_difference` and those that components declare (`free_keys`), one
-    that ended before its first step all settings. Changes are recorded in `config_history.jsonl`. Anything else is
-    refused (ConfigError; RunError: no checkpoint verifies) and leaves nothing.
+    that ended before its first step all settings; `record_start` records them. Anything else is refused (ConfigError;
+    RunError: no checkpoint verifies) and leaves nothing.
 
     `resume` is "auto" (continue where there is a run, else start), "never" (refuse where there is one), or a checkpoint
     or run that a new run starts from. `claims` gets the claim of rank 0, as soon as there is something to withdraw.
     """
     plain: dict[str, Any] = redacted(config)
-    made = [] if claims is None else claims
-    return from_rank_zero(lambda: _claim(directory.absolute(), plain, resume, free_keys, made))
+    pending = [] if claims is None else claims
+    return from_rank_zero(lambda: _claim(directory.absolute(), plain, resume, free_keys, pending))
 
 
 def _claim(
@@ -164,27 +182,29 @@ def _claim(
     origin = None if resume in ("auto", "never") else _find_origin(resume)
     with defer_signals():
         _create(directory, config)
-        claims.append(RunDirectory(path=directory, resume_from=origin, finished=False, created=True, lock=lock))
+        claims.append(RunDirectory(path=directory, config=config, resume_from=origin, created=True, lock=lock))
     lock.acquire()
     return claims[-1]
 
 
 def _is_untouched(directory: Path) -> bool:
-    made = {path.name for path in directory.iterdir()}
-    grids = {path.name for path in (directory / _SAMPLES).iterdir()} if _SAMPLES in made else set()
-    return made <= _BEFORE_THE_FIRST_STEP and grids <= {"step_0"}
+    names = {path.name for path in directory.iterdir()}
+    grids = {path.name for path in (directory / _SAMPLES).iterdir()} if _SAMPLES in names else set()
+    return names <= _BEFORE_THE_FIRST_STEP and grids <= {"step_0"}
 
 
 def _continue_run(
     directory: Path, config: dict[str, Any], resume: str, free_keys: Collection[str], lock: RunLock
 ) -> RunDirectory:
-    other_name = "another run.name (or run.dir)"
     if resume == "never":
         raise ConfigError(
             f"run.dir={directory} already holds a run and run.resume=never. Remedy: run.resume=auto to continue it, "
-            f"or {other_name}"
+            "or another run.name (or run.dir)"
         )
     saved = redacted(load_mapping(directory / _CONFIG))
+    began_from = saved.get("run", {}).get("resume", "auto")
+    if resume == "auto" and began_from != "never":
+        config = {**config, "run": {**config["run"], "resume": began_from}}  # the origin stays on record
     differences = find_differences(saved, config)
     may_change = config.get("data", {}).get("on_change") == "restart"
     blocking = refused(differences, free_keys=free_keys, data_may_change=may_change)
@@ -192,63 +212,33 @@ def _continue_run(
         goes_on = ", or data.on_change=restart to go on with the new" if all(d.is_of_data for d in blocking) else ""
         raise ConfigError(
             f"run.dir={directory} holds a run of another config:\n{describe(blocking)}\n"
-            f"Remedy: {other_name} for a new run, or the old values to continue this one{goes_on}"
+            "Remedy: another run.name (or run.dir) for a new run, or the old values to continue this one" + goes_on
         )
-    checkpoint, origins = _newest(directory), _find_origins(directory, saved)
+    checkpoint = _newest(directory)
     if resume != "auto":
-        checkpoint = _reconcile(directory, checkpoint, resume, origins)
-    elif checkpoint is None and origins:
+        checkpoint = _reconcile(directory, checkpoint, resume, began_from)
+    elif checkpoint is None and began_from not in ("auto", "never"):
         log.warning(
             "This run began from run.resume=%s and has no checkpoint of its own: run.resume=auto begins it anew, from"
-            " the model's weights.", " and ".join(sorted(origins))
+            " the model's weights.", began_from
         )  # fmt: skip
-    if checkpoint is not None and directory in checkpoint.parents:
-        _report_lost_metrics(directory, read_manifest(checkpoint).step, is_continued=bool(origins))
-    finished = checkpoint is not None and _is_finished(directory, checkpoint, saved, config)
-    paths = {name: directory / name for name in (_CONFIG, _HISTORY)}
-    before = {n: read_regular(path).decode(errors="replace") if path.is_file() else None for n, path in paths.items()}
-    if not finished:
-        _record_continuation(directory, config, differences, checkpoint)
     return RunDirectory(
-        path=directory, resume_from=checkpoint, finished=finished, created=False, lock=lock, before=before
+        path=directory,
+        config=config,
+        resume_from=checkpoint,
+        finished=checkpoint is not None and _is_finished(directory, checkpoint, saved, config),
+        differences=differences,
+        created=False,
+        lock=lock,
     )
 
 
-def _is_finished(directory: Path, checkpoint: Path, saved: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Return whether the run ended with this checkpoint, wrote its exports, and no limit was raised since."""
+def _is_finished(directory: Path, checkpoint: Path, saved: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Whether the run ended with this checkpoint and wrote its exports, and no limit was raised since."""
     manifest = read_manifest(checkpoint)
-    then = {node: dict(saved.get(node, {})) for node in ("train", "data")}
-    for line in reversed(_read_history(directory)):  # undo the changes of earlier attempts to continue from it
-        if line["step"] != manifest.step:
-            break
-        for key, (old, _) in line["changes"].items():
-            node, _, name = key.rpartition(".")
-            if node in then:
-                then[node][name] = old
-    ended = bool(manifest.facts.get("finished")) and exported_step(directory) == manifest.step
-    return ended and not is_limit_raised(then, config)
-
-
-def _find_origins(directory: Path, saved: dict[str, Any]) -> set[str]:
-    """Return the values of `run.resume`, now or earlier, that name another run's checkpoint."""
-    changes = [line["changes"].get("run.resume", ["auto"]) for line in _read_history(directory)]
-    return {saved.get("run", {}).get("resume", "auto"), *(old for old, *_ in changes)} - {"auto", "never"}
-
-
-def _report_lost_metrics(directory: Path, step: int, *, is_continued: bool) -> None:
-    """Warn of steps that `metrics.jsonl` lacks; a run that began from another's checkpoint has fewer."""
-    path = directory / _METRICS
-    missing = missing_steps(path, first=None if is_continued else 1, last=step)
-    if missing:
-        log.warning(
-            "%s lacks the lines of %d steps (%d to %d) that this run took: it was deleted or cut. The run goes on,"
-            " without them in its loss curve. Remedy: restore the file from a backup, if there is one.",
-            *(path, len(missing), missing[0], missing[-1]),
-        )
-
-
-def _read_history(directory: Path) -> list[dict[str, Any]]:
-    return [row for row in read_rows(directory / _HISTORY, step=int, changes=dict) if {"step", "changes"} <= row.keys()]
+    exported = read_mapping(directory / EXPORT / EXPORTED, step=int, limits=dict)
+    ended = bool(manifest.facts.get("finished")) and exported.get("step") == manifest.step
+    return ended and not is_limit_raised(exported.get("limits", limits_of(saved)), limits_of(config))
 
 
 def _newest(directory: Path) -> Path | None:
@@ -256,15 +246,14 @@ def _newest(directory: Path) -> Path | None:
     newest = store.newest()
     if newest is None and store.steps():
         raise RunError(
-            f"none of the checkpoints in {store.directory} verifies (steps {store.steps()}) and has its optimizer "
-            "state, so the run cannot continue. Remedy: restore them from a backup, or move them away to start this "
-            "run over"
+            f"none of the checkpoints in {store.directory} verifies (steps {store.steps()}), so the run cannot "
+            "continue. Remedy: restore them from a backup, or move them away to start this run over"
         )
     return newest
 
 
-def _reconcile(directory: Path, own: Path | None, resume: str, origins: Collection[str]) -> Path:
-    if own is not None and resume in origins and directory.resolve() not in Path(resume).resolve().parents:
+def _reconcile(directory: Path, own: Path | None, resume: str, began_from: str) -> Path:
+    if own is not None and resume == began_from and directory.resolve() not in Path(resume).resolve().parents:
         log.info("run.resume=%s is where this run began; it continues from its own %s", resume, own)
         return own  # whether or not the other run still has that checkpoint
     origin = _find_origin(resume)
@@ -288,14 +277,11 @@ def _find_origin(resume: str) -> Path:
     fault = find_fault(path)
     if fault is not None:
         raise ConfigError(f"run.resume={resume} is not a checkpoint that verifies: {fault}")
-    if not read_manifest(path).has_optimizer:
-        raise ConfigError(f"run.resume: {NO_OPTIMIZER.format(path=path)}")
     return path
 
 
 def _create(directory: Path, config: dict[str, Any]) -> None:
     directory = directory.resolve()  # a link stays one
-    missing_parents = [path for path in directory.parents if not path.exists()]
     beside = directory.with_name(f".{directory.name}.{os.getpid()}.claim")
     try:
         beside.mkdir(parents=True)
@@ -308,29 +294,65 @@ def _create(directory: Path, config: dict[str, Any]) -> None:
             raise ConfigError(
                 f"run.dir={directory} was made by another process just now. Remedy: another run.name"
             ) from error
-        for parent in missing_parents:
-            if parent.is_dir() and not any(parent.iterdir()):
-                parent.rmdir()
         raise not_writable(directory, error) from error
 
 
-def _record_continuation(
-    directory: Path, config: dict[str, Any], differences: list[Difference], checkpoint: Path | None
-) -> None:
+def _record_continuation(run: RunDirectory) -> None:
     line = {
-        "step": read_manifest(checkpoint).step if checkpoint else 0,
+        "step": read_manifest(run.resume_from).step if run.resume_from else 0,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "resume_from": str(checkpoint) if checkpoint else None,
-        "changes": {each.key: [each.old, each.new] for each in differences},
+        "resume_from": str(run.resume_from) if run.resume_from else None,
+        "changes": {difference.key: [difference.old, difference.new] for difference in run.differences},
         "environment": describe_environment(),
     }
+    append_durably(run.path / _HISTORY, json.dumps(line) + "\n")
+    if run.differences:
+        write_durably(run.path / _CONFIG, to_yaml(run.config))
+        log.info("continuing %s with changed settings:\n%s", run.path, describe(run.differences))
+    if run.resume_from is None and run.metrics_path.exists():
+        log.warning("%s has no checkpoint: the run starts over at step 1", run.path)
+
+
+def describe_environment() -> dict[str, Any]:
+    """Time, versions, git commit of the code, command line and devices as JSON values.
+
+    No environment variable is included, and secrets on the command line are hidden. A package that is not installed,
+    and a commit where the code is not a checkout, are None.
+    """
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {**{name: _version(name) for name in _PACKAGES}, "torch": torch.__version__},
+        "git_commit": _git_commit(Path(__file__).resolve()),
+        "command_line": [redact_argument(argument) for argument in sys.orig_argv],
+        "ranks": dist.get_world_size(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "cuda": torch.version.cuda,
+        "cpu_threads": torch.get_num_threads(),
+    }
+
+
+@functools.cache
+def _version(package: str) -> str | None:
     try:
-        append_durably(directory / _HISTORY, json.dumps(line) + "\n")
-        if differences:
-            write_durably(directory / _CONFIG, to_yaml(config))
-    except OSError as error:
-        raise ConfigError(f"run.dir={directory} is not writable: {error}. Remedy: make it so, or a new run") from error
-    if checkpoint is None and (directory / _METRICS).exists():
-        log.warning("%s has no checkpoint: the run starts over at step 1", directory)
-    if differences:
-        log.info("continuing %s with changed settings:\n%s", directory, describe(differences))
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _git_commit(file: Path) -> str | None:
+    """Commit of the checkout that tracks `file`, as it was first, with `+changes` if it is not clean."""
+    if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
+        return None
+    return _git(file.parent, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes")
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(directory), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

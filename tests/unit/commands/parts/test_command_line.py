@@ -168,5 +168,5 @@ def test_a_command_that_writes_files_runs_in_one_process(
 
 
 def test_a_word_fills_the_first_key_that_is_not_given(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch(["checkpoints", "promote", "from=r", "step_5", "name=a"]) == 2
-    assert "step is not set" not in capsys.readouterr().err
+    assert launch(["checkpoints", "verify", "from=r", "step_5"]) == 2
+    assert "step_5" not in capsys.readouterr().err
