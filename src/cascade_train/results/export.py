@@ -76,8 +76,8 @@ def export_run(
     """Write a run's export from a checkpoint as `export_checkpoint`, and print which it was."""
     cfg = load_saved_config(run, allow_any_target=allow_any_target)
     with process_group() as world:
-        options = {"step": step, "weights": weights, "average": average}
-        checkpoint = export_checkpoint(cfg, run / "checkpoints", world, **options, out=out)
+        place = run / "checkpoints"
+        checkpoint = export_checkpoint(cfg, place, world, step=step, weights=weights, average=average, out=out)
     sys.stdout.write(f"{checkpoint.name} of {run} is exported to {out}\n")
 
 

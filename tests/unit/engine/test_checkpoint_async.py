@@ -105,30 +105,6 @@ def test_both_ways_of_saving_write_the_same_bytes(store, tmp_path):
     assert read_manifest(path).facts == read_manifest(other).facts
 
 
-def test_buffers_are_kept_from_save_to_save_and_follow_a_changed_shape(world):
-    memory = checkpoint_writing.HostMemory()
-    first = memory.take({"a": torch.ones(3), "b": torch.ones(2)})
-    second = memory.take({"a": torch.zeros(3), "b": torch.zeros(4), "c": 1})
-    assert second["a"] is first["a"]
-    assert torch.equal(second["a"], torch.zeros(3))
-    assert second["b"].shape == (4,)
-    assert set(memory._buffers) == {"a", "b"}
-
-
-def test_memory_for_copies_is_one_block_that_is_there_before_the_first_save(store):
-    store.prepare(lambda: state(1))
-    store.prepare(lambda: pytest.fail("once is enough"))
-    store._prepared.result()
-    buffers = dict(store._memory._buffers)
-    starts = sorted(each.data_ptr() for each in buffers.values())
-    assert starts[-1] - starts[0] < sum(-(-each.nbytes // 64) * 64 for each in buffers.values())
-    assert all(each.untyped_storage().nbytes() == each.nbytes for each in buffers.values()), "no more is written"
-    store.save(1, state(2), {})
-    store.wait()
-    assert all(store._memory._buffers[key] is each for key, each in buffers.items())
-    assert len(buffers) == 3
-
-
 def test_a_failure_is_known_at_once_and_raised_when_waited_for(store, monkeypatch, gate):
     store.save(1, state(1), {})
     gate.set()
@@ -256,18 +232,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_a_byte_is_written(stor
     assert not store.failed
 
 
-def test_all_pieces_are_done_in_order_by_one_thread():
-    background, done = Background(name="beside"), []
-    pieces = [background.begin(lambda n=n: done.append((n, threading.current_thread()))) for n in range(3)]
-    for piece in pieces:
-        piece.result()
-    assert [number for number, _ in done] == [0, 1, 2]
-    assert {thread.name for _, thread in done} == {"beside"}
-    assert len({id(thread) for _, thread in done}) == 1
-    background.end()
-    assert not done[0][1].is_alive()
-
-
 def test_a_piece_that_is_done_holds_no_memory_while_the_thread_waits():
     background, held = Background(name="beside"), torch.ones(3)
     piece, seen = background.begin(lambda held=held: held.sum()), weakref.ref(held)
@@ -294,12 +258,3 @@ def test_a_piece_that_fails_is_told_to_who_waits_and_the_next_is_done():
         failing.result()
     next_one.result()
     background.end()
-
-
-def test_another_piece_begins_another_thread_after_the_end():
-    background, threads = Background(name="beside"), []
-    for _ in range(2):
-        background.begin(lambda: threads.append(threading.current_thread())).result()
-        background.end()
-    background.end()
-    assert threads[0] is not threads[1]

@@ -15,6 +15,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ import jinja2
 
 from cascade_train.engine.checkpoint.folder import EVALUATIONS, CheckpointFolder, evaluations, whole_manifest
 from cascade_train.engine.run.config_difference import find_differences
+from cascade_train.errors import ConfigError
 from cascade_train.files.durable import remove_abandoned, replacing, to_yaml
 from cascade_train.files.run_folder import exported_step
-from cascade_train.files.untrusted import PICTURE_BYTES, open_regular, read_json, read_mapping, read_rows
+from cascade_train.files.untrusted import PICTURE_BYTES, open_regular, read_json, read_lines, read_mapping, read_rows
 from cascade_train.redaction import redact, redacted
 
 log = logging.getLogger(__name__)
@@ -61,30 +63,42 @@ class Curve:
         self.width, self.step, self.value, self.lowest = 1, 0, math.nan, (math.inf, 0)
         self._most = most
         self._points: list[tuple[int, float, float, float]] = []
+        self._steps: list[int] = []
         self._values: list[float] = []
 
-    def add(self, step: int, value: float) -> None:
-        """Append a value."""
-        self.step, self.value = step, value
-        if value < self.lowest[0]:
-            self.lowest = value, step
-        self._values.append(value)
-        if len(self._values) == self.width:
-            self._points.append(self._point())
-            self._values.clear()
+    def extend(self, steps: Sequence[int], values: Sequence[Any]) -> None:
+        """Append values of JSON; what is no finite number is left out."""
+        if set(map(type, values)) != {float} or not math.isfinite(sum(values)):
+            numbers = [(step, value) for step, value in zip(steps, values, strict=True) if is_number(value)]
+            if not numbers:
+                return
+            steps, values = zip(*numbers, strict=True)
+        low = min(values)
+        if low < self.lowest[0]:
+            self.lowest = low, steps[values.index(low)]
+        self.step, self.value = steps[-1], values[-1]
+        self._steps.extend(steps)
+        self._values.extend(values)
+        begin = 0
+        while begin + self.width <= len(self._values):
+            self._points.append(self._point(begin, begin + self.width))
+            begin += self.width
             if len(self._points) == 2 * (self._most // 2 + 1):
                 pairs = zip(self._points[::2], self._points[1::2], strict=True)
                 self._points = [(b[0], a[1] / 2 + b[1] / 2, min(a[2], b[2]), max(a[3], b[3])) for a, b in pairs]
                 self.width *= 2
+        del self._steps[:begin], self._values[:begin]
 
-    def _point(self) -> tuple[int, float, float, float]:
-        values, count = self._values, len(self._values)
-        mean = values[0] if count == 1 else math.fsum(value / count for value in values)
-        return self.step, mean, min(values), max(values)
+    def _point(self, begin: int, end: int | None = None) -> tuple[int, float, float, float]:
+        values = self._values[begin:end]
+        mean = sum(values) / len(values)
+        if math.isinf(mean):
+            mean = math.fsum(value / len(values) for value in values)
+        return self._steps[begin:end][-1], mean, min(values), max(values)
 
     def points(self) -> dict[str, list[float]]:
         """Last step `x` and mean `y` of each point; of points of several values also their `low` and `high`."""
-        points = [*self._points, self._point()] if self._values else self._points
+        points = [*self._points, self._point(0)] if self._values else self._points
         columns = dict(zip(("x", "y", "low", "high"), map(list, zip(*points, strict=True)), strict=True))
         return columns if self.width > 1 else {"x": columns["x"], "y": columns["y"]}
 
@@ -174,14 +188,31 @@ def read_config(folder: Path) -> Data:
 def read_metrics(folder: Path, most: int = MOST_POINTS, *, until: float = math.inf) -> Metrics:
     """Curves of a run's metrics up to a step, by name."""
     curves: Metrics = {}
-    for row in read_rows(folder / "metrics.jsonl", step=int):
-        step = row.get("step")
-        if is_number(step) and step <= until:
-            for name, value in row.items():
-                if is_number(value):
+    with suppress(ConfigError):
+        lines = read_lines(folder / "metrics.jsonl")
+        while part := list(islice(lines, 1000)):
+            rows = (row for row in _parsed(part) if isinstance(row, dict) and _is_step(row.get("step"), until))
+            for names, alike in groupby(rows, key=tuple):
+                columns = dict(zip(names, zip(*(row.values() for row in alike), strict=True), strict=True))
+                for name, values in columns.items():
                     curve = curves.get(name) or curves.setdefault(name, Curve(most))
-                    curve.add(step, value)
-    return curves
+                    curve.extend(columns["step"], values)
+    return {name: curve for name, curve in curves.items() if not math.isnan(curve.value)}
+
+
+def _parsed(lines: Sequence[bytes]) -> list[Any]:
+    """Values of lines of JSON, all at once, which is fast; one by one where one is damaged."""
+    try:
+        return list(read_json(b"[" + b",".join(lines) + b"]"))
+    except ValueError:
+        if len(lines) == 1:
+            return []
+        middle = len(lines) // 2
+        return _parsed(lines[:middle]) + _parsed(lines[middle:])
+
+
+def _is_step(value: Any, until: float) -> bool:
+    return type(value) is int and is_number(value) and value <= until
 
 
 def read_evaluations(folder: Path) -> Metrics:
@@ -192,7 +223,7 @@ def read_evaluations(folder: Path) -> Metrics:
     for step, numbers in sorted(evaluations(folder / EVALUATIONS, stamps).items()):
         for name, value in numbers.items():
             if is_number(step) and is_number(value):
-                curves.setdefault(name, Curve(MOST_POINTS)).add(step, value)
+                curves.setdefault(name, Curve(MOST_POINTS)).extend([step], [value])
     return curves
 
 

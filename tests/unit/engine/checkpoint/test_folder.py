@@ -55,11 +55,6 @@ def test_the_best_by_a_metric_stay_and_of_equals_the_later(mode, expected):
     assert kept(rule, [manifest(step, value) for step, value in values.items()]) == expected
 
 
-def test_checkpoints_without_the_metric_or_with_another_are_not_ranked():
-    rule = Retention(keep_last=1, keep_best=1, best_metric="loss")
-    assert kept(rule, [manifest(1, 0.1), manifest(2), manifest(3)]) == [3]
-
-
 def test_every_reason_is_told():
     rule = Retention(keep_last=1, keep_every_steps=2, keep_best=1, best_metric="validate/loss")
     manifests = {1: manifest(1), 2: manifest(2, 0.5), 3: manifest(3)}
@@ -106,12 +101,6 @@ def test_a_leftover_that_cannot_be_deleted_holds_up_no_save(tmp_path, monkeypatc
     assert list(folder.hidden(2, "saving").iterdir()) == []
     with pytest.raises(OSError, match="busy"):
         folder.prepare(folder.hidden(1, "deleting"))
-
-
-def test_nothing_is_found_where_nothing_was_logged(tmp_path):
-    assert last_logged(tmp_path / "absent", "loss", step=1) is None
-    (tmp_path / "empty").touch()
-    assert last_logged(tmp_path / "empty", "loss", step=1) is None
 
 
 FACTS = {"samples_seen": 24, "loss": 0.1 + 0.2, "nested": {"a": [1, None]}}
@@ -178,19 +167,10 @@ def test_a_manifest_of_another_format_is_a_run_error(directory, monkeypatch):
         read_manifest(directory)
 
 
-@pytest.mark.parametrize(
-    ("files", "said"),
-    [
-        ({"../a.bin": {"size": 1, "sha256": "0"}}, "it names files outside its folder"),
-        ({"a.bin": {"length": 1}}, "manifest.json is missing or damaged"),
-        ([], "manifest.json is missing or damaged"),
-        (None, "manifest.json is missing or damaged"),
-    ],
-)
-def test_a_manifest_of_another_content_is_a_run_error(directory, files, said):
-    body = {"format_version": 1, "step": 3, "files": files, "facts": {}}
+def test_a_manifest_that_names_files_outside_its_folder_is_a_run_error(directory):
+    body = {"format_version": 1, "step": 3, "files": {"../a.bin": {"size": 1, "sha256": "0"}}, "facts": {}}
     (directory / "manifest.json").write_text(json.dumps({**body, "sha256": module._digest(body)}))
-    with pytest.raises(RunError, match=said):
+    with pytest.raises(RunError, match="it names files outside its folder"):
         read_manifest(directory)
 
 

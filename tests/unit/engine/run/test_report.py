@@ -160,37 +160,6 @@ def test_numbers_of_evaluations_are_drawn_but_not_those_of_replaced_weights(tmp_
     assert "images" not in shown
 
 
-WRONG = {
-    "config.yaml": [{"run": None}, {"run": ["x"], "model": None}],
-    "start.json": [{"facts": ["x"], "data": "x", "overrides": None}, {"overrides": [1, None, {"a": []}]}],
-    "environment.json": [{"packages": None, "1": [{}]}],
-    "stopped.json": [{"reason": {"a": None}}],
-    "config_history.jsonl": [{"changes": None}, {"changes": {"a": 1, "b": [1], "c": [1, 2, 3]}}],
-    "quarantine/rank_0.jsonl": [{"sample": None, "reason": {}}],
-    "evaluation.jsonl": [{"step": "x", "evaluate/fid": 1}, {"step": 3, "weights": [], "evaluate/fid": []}, {"a": 1}],
-    "metrics.jsonl": [{"step": 10**400, "loss": 1}, {"step": 10.5, "loss": 1}, {"step": 10, "loss": 10**400, "lr": []}],
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_values_of_another_kind_are_left_out(name: str, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", grids=(1,))
-    kept = (run / name).read_text() if name == "metrics.jsonl" else ""
-    for value in WRONG[name]:
-        (run / name).write_text(f"{kept}{json.dumps(value)}\n")
-        data = Page(page(run_data(run, bases={"defaults": {"run": {"name": "x"}}}))).data
-        assert data["runs"][0]["series"]["loss"]["x"][:9] == list(range(1, 10))
-    write_picture(run / "samples/step_1/loss_by_logsnr.png", points='{"x": [1, null], "y": [1, 2], "label": 3}')
-    assert run_data(run, bases={})["noise_levels"] == []
-
-
-def test_what_no_file_can_hold_is_replaced(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", grids=(1,))
-    (run / "start.json").write_text('{"overrides": ["run.note=\\udcff"]}')
-    write_report(run, lambda: {})
-    assert "run.note=?" in Page((run / "report.html").read_text()).text
-
-
 def test_a_run_is_finished_once_its_last_step_is_exported(tmp_path: Path) -> None:
     write_lines(tmp_path / "metrics.jsonl", metrics(4))
     rows = read_metrics(tmp_path)
