@@ -109,9 +109,3 @@ def test_a_blur_is_a_gaussian_that_mirrors_borders() -> None:
     assert (found[0, 0, 23, 30] / found[0, 0, 20, 30]).item() == pytest.approx(math.exp(-4.5 / sigma**2), rel=1e-4)
     assert found[0, 0, 20, 33].item() == pytest.approx(found[0, 0, 23, 30].item())
     torch.testing.assert_close(gaussian_blur(torch.ones(1, 1, 3, 500), 141), torch.ones(1, 1, 3, 500))
-
-
-@pytest.mark.parametrize("threshold", [[0.5], [0.5, 0.2], [-0.1, 0.3], [0.5, 1.2]])
-def test_thresholds_that_are_no_range_are_refused(threshold: list[float]) -> None:
-    with pytest.raises(ValueError, match="must be two numbers with 0 <= low <= high <= 1"):
-        inpaint(threshold=threshold)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter
-from cascade_train.filters.network import ONNX_NETWORK, NetworkFilter, OnnxFilter, load_exported
-from cascade_train.filters.parts.requirements import open_session
+from cascade_train.filters.network import NetworkFilter, OnnxFilter, load_exported
 from tests.unit.filters import onnx_files
 from tests.unit.filters.filter_contract import CPU, ControlFilterContract, OfFiles, both_halves, encode, pictures
 
@@ -88,11 +87,6 @@ def test_a_file_that_torch_did_not_export_is_refused(tmp_path: Path) -> None:
         found.build(device=CPU, encode=encode)
 
 
-def test_a_network_that_is_made_too_early_is_refused() -> None:
-    with pytest.raises(ValueError, match="network: is made at once; give it `_partial_: true`"):
-        network(network=Depth())
-
-
 def stored(weights: str, **options: object) -> OnnxFilter:
     defaults = {"channels": 1, "resize": None, "mean": [0.0] * 3, "std": [1.0] * 3, "output": None, "scaling": "none"}
     return OnnxFilter(weights=weights, **{**defaults, **options})
@@ -133,18 +127,6 @@ def test_pictures_are_normalised_before_and_maps_scaled_after(files: str) -> Non
     assert (made.min(), made.max()) == (0.0, 1.0)
 
 
-def test_a_flat_map_is_scaled_to_zero(files: str) -> None:
-    flat = torch.full((1, 3, 8, 8), 90, dtype=torch.uint8)
-    assert both_halves(stored(files, scaling="picture"), flat, 0).abs().max() == 0.0
-
-
-def test_another_output_is_chosen_by_its_name(files: str) -> None:
-    image_BCHW = pictures(1, 16, 16)
-    colours = both_halves(stored(files, output="colours", channels=3), image_BCHW, 0)
-    grey = both_halves(stored(files), image_BCHW, 0)
-    torch.testing.assert_close(colours.mean(dim=1, keepdim=True), grey)
-
-
 def test_an_output_that_is_not_there_is_refused_with_those_that_are(files: str) -> None:
     with pytest.raises(ConfigError, match=r"task.filter.output=depth: the network's outputs are grey, colours"):
         stored(files, output="depth").sample_transform()
@@ -168,16 +150,6 @@ def test_a_network_of_two_inputs_is_refused(tmp_path: Path) -> None:
     path = onnx_files.save(tmp_path / "two.onnx", nodes, inputs, ["map"], {})
     with pytest.raises(ConfigError, match=r"takes image tensor\(float\), time tensor\(float\); it must take one fp32"):
         stored(path).sample_transform()
-
-
-def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "text.onnx").write_text("not a network")
-    with pytest.raises(ConfigError, match=r"text.onnx: onnxruntime cannot run this file"):
-        stored(str(tmp_path / "text.onnx")).sample_transform()
-
-
-def test_a_process_opens_a_network_once(files: str) -> None:
-    assert open_session(files, ONNX_NETWORK) is open_session(files, ONNX_NETWORK)
 
 
 @pytest.mark.parametrize("options", [{"std": [1.0, 1.0, 0.0]}, {"mean": [0.5]}])

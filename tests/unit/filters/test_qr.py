@@ -51,9 +51,3 @@ def test_a_blur_keeps_the_mean_and_lowers_the_peak() -> None:
     blurred = blobs(value, 0, 15, 2.0)
     assert blurred.sum() == pytest.approx(1.0, abs=1e-5)
     assert blurred.max() == pytest.approx(1 / (2 * np.pi * 4), rel=0.05)
-
-
-@pytest.mark.parametrize("kernels", [[], [4], [-3], [1]])
-def test_widths_that_have_no_middle_are_refused(kernels: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"dilation_kernels=\[.*\]: each sample draws one of these widths; give odd"):
-        brightness(dilation_kernels=kernels)

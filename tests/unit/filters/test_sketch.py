@@ -135,15 +135,3 @@ def test_edges_are_searched_in_a_square_copy_and_brought_back(files: str) -> Non
 def test_pictures_too_small_for_the_network_are_refused(files: str) -> None:
     with pytest.raises(ConfigError, match=r"resize=null: pictures of \(7, 9\) px are too small to find edges in"):
         both_halves(sketch(files, resize=None), pictures(1, 7, 9), 0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"threshold": [0.7, 0.05]}, "must be two numbers with 0 <= low <= high <= 1"),
-        ({"dilation_kernels": [2]}, "each sample draws one of these widths"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        sketch("any.pth", **options)

@@ -53,13 +53,6 @@ def test_people_see_the_coarse_picture_where_it_is_known() -> None:
     assert found.preview(latent_BCHW).shape == (1, 3, 4, 4)
 
 
-@pytest.mark.parametrize("made", [SuperResolutionFilter, LatentSuperResolutionFilter])
-@pytest.mark.parametrize("scale", [0.0, -0.5, 1.5])
-def test_a_share_that_is_none_is_refused(made: type, scale: float) -> None:
-    with pytest.raises(ValueError, match=r"takes detail away, give a number above 0, at most 1"):
-        made(scale_factor=scale)
-
-
 def test_an_encoder_that_refuses_the_smaller_copy_is_named() -> None:
     def refuse(image_BCHW: Tensor) -> Tensor:
         raise ValueError(f"image of {tuple(image_BCHW.shape[-2:])} pixels")
