@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import sys
 import traceback
 import warnings
 
@@ -12,12 +11,9 @@ import torch
 
 from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
-from cascade_train.assembly import run
 from cascade_train.distributed import parallelize
 from cascade_train.engine.checkpoint.folder import read_manifest
-from cascade_train.models.formats import weights_source
 from tests.integration.runs import NARROW, SMALL, exported_weights, read_metrics, train
-from tests.style.test_import_walls import may_import
 from tests.unit.engine.run.report_page import Page, write_lines
 
 pytestmark = pytest.mark.slow
@@ -61,45 +57,6 @@ def test_few_frames_lie_between_the_command_and_the_update(tmp_path, monkeypatch
     assert found[0] == "launch", "which main calls"
     assert found[-2:] == ["train_step", "update"]
     assert len(found) <= 10
-
-
-def test_an_exported_lora_climbs_twice_at_most(tmp_path, monkeypatch):
-    """A climb is a call into a room that the caller's may not import: what a lower room was handed to call."""
-    write, climbs = run.write_exports, list[tuple[str, str]]()
-
-    def place(frame) -> str | None:
-        _, ours, path = frame.f_code.co_filename.partition("/src/cascade_train/")
-        return path if ours else None
-
-    def note(frame, event, _):
-        called, caller = place(frame), frame.f_back
-        while caller is not None and place(caller) is None:
-            caller = caller.f_back
-        is_import = frame.f_code.co_name == "<module>"
-        if event == "call" and called is not None and caller is not None and not is_import:
-            inner, outer = (each.removesuffix(".py").replace("/", ".") for each in (called, place(caller)))
-            if not may_import(outer.partition(".")[0], inner):
-                climbs.append((outer, inner))
-
-    def watched(*args, **kwargs):
-        sys.setprofile(note)
-        try:
-            write(*args, **kwargs)
-        finally:
-            sys.setprofile(None)
-
-    monkeypatch.setattr(run, "write_exports", watched)
-    train(tmp_path / "run", *SMALL_NETWORK, "task=lora", "train.max_steps=1")
-    assert climbs == [("distributed.consensus", "tasks.lora"), ("distributed.consensus", "assembly.run")]
-
-
-def test_weights_are_looked_for_once(tmp_path, monkeypatch):
-    looked, find = [], weights_source._one_file
-    monkeypatch.setattr(weights_source, "_one_file", lambda path, key: looked.append(path) or find(path, key))
-    folder = train(tmp_path / "run", "model=c_tiny", "task=lora", "train.max_steps=1", "train.global_batch_size=2")
-    recorded = json.loads((folder / "weights.json").read_text())
-    assert {"model.weights", "model.previewer.weights"} <= recorded.keys()
-    assert len(looked) == len(set(looked)) == sum(len(each["files"]) for each in recorded.values())
 
 
 def test_a_run_leaves_what_it_promises(finished):
@@ -253,8 +210,8 @@ def test_equal_runs_are_equal_bit_for_bit_whatever_the_workers(quick, tmp_path):
     assert all(torch.equal(weight, others[name]) for name, weight in exported_weights(quick).items())
 
 
-@pytest.mark.parametrize("more", [(), ("train.precision=bf16", "activation_checkpointing=true", "ema.decay=0.5")])
-def test_one_rank_has_the_numbers_of_a_sharded_network_to_the_bit(tmp_path, monkeypatch, more):
+def test_one_rank_has_the_numbers_of_a_sharded_network_to_the_bit(tmp_path, monkeypatch):
+    more = ("train.precision=bf16", "activation_checkpointing=true", "ema.decay=0.5")
     given = (*QUICK, "train.max_steps=2", "train.micro_batch_size=4", "train.max_grad_norm=0.01", *more)
     plain = train(tmp_path / "plain", *given)
     monkeypatch.setattr(parallelize, "is_whole", lambda *_: False)
