@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import boto3
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from cascade_train.data.tar import index as tar_index
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
-from tests.unit.data.dataset_contract import contents, loading
+from tests.unit.data.dataset_contract import contents
 from tests.unit.data.loopback import BUCKET, point_at, s3_server
 
 pytestmark = pytest.mark.s3
@@ -111,23 +109,6 @@ def test_a_sample_is_read_with_one_request_where_its_parts_are_close(
     source.prefetch([3, 2])
     assert [source.read(row).caption for row in (2, 3, 5)] == ["picture 2", "picture 3", "picture 5"]
     assert len(asked) == 6
-
-
-def test_the_reads_of_a_micro_batch_wait_together(
-    bucket: Bucket, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket.put_all(folder)
-    source = tars.webdataset(f"{PREFIX}part-2.tar")
-    with loading(source, micro_batch_size=8) as loader:
-        together = threading.Barrier(8)
-        read = source._stores[0].read
-
-        def meet(*place: Any) -> bytes:
-            together.wait(60)
-            return read(*place)
-
-        monkeypatch.setattr(source._stores[0], "read", meet)
-        assert len(next(loader)[0]) == 8
 
 
 def test_the_index_of_a_remote_tar_is_kept_until_it_changes(

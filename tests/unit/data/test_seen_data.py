@@ -25,7 +25,7 @@ from cascade_train.data.classification import Prompts
 from cascade_train.data.index.cache import read_cache
 from cascade_train.data.index.selection import read_quarantine
 from cascade_train.data.prompts import read_prompts
-from cascade_train.data.tar.files import Listings, expand_urls
+from cascade_train.data.tar.files import Listings
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.filters.parts.requirements import WeightsFile, read_tensors
 from cascade_train.models.cascade.family import CASCADE
@@ -263,8 +263,6 @@ ROWS = {
     "tar: pax name of 400,000": (partial(long_name, kind=tarfile.PAX_FORMAT), "a name of 400005 characters"),
     "tar: base-256 size": (partial(with_size, field=b"\x80" + b"\x7f" * 11), TAR),
     "tar: 20 GB": (lambda at: tars.webdataset(sparse(at / "a.tar")).open, "empty tar|goes on after"),
-    "braces": (lambda _: partial(expand_urls, "{a,b}" * 28), "data.urls=.*more than"),
-    "braces: numbers": (lambda _: partial(expand_urls, "a{0..10000000000}.tar"), "data.urls=.*more than"),
     "parquet: long path": (partial(parquet_rows, rows=[*MANY_NAMES, {"image": LONG, "text": "a"}]), "no row with"),
     "parquet: path 3": (partial(parquet_rows, rows=[{"image": {"bytes": b"", "path": 3}, "text": "a"}]), IMAGE_COLUMN),
     "parquet: footer": (partial(parquet_damaged, begin=-300, end=-8), "a.parquet is no parquet file"),

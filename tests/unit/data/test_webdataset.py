@@ -1,36 +1,19 @@
 from __future__ import annotations
 
-import json
 import logging
 import os
-import pickle
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cascade_train.batch import Batch
 from cascade_train.data.captions import Captions
 from cascade_train.data.stream import read_tar
 from cascade_train.data.tar.members import Dropped
 from cascade_train.data.webdataset import WebDataset
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.errors import ConfigError
 from tests.unit.data import tars
-from tests.unit.data.dataset_contract import DatasetContract, content, contents, loading
-from tests.warm.programs import warm_programs
-
-KILLED_RUN = """
-import json, os, pickle, signal, sys
-from pathlib import Path
-from tests.unit.data.dataset_contract import content, loading
-source = pickle.loads(Path(sys.argv[1]).read_bytes())
-with loading(source) as loader:
-    contents = [content(next(loader)) for _ in range(3)]
-    Path(sys.argv[2]).write_text(json.dumps({"state": loader.state_dict(), "contents": contents}))
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
+from tests.unit.data.dataset_contract import DatasetContract, contents, loading
 
 
 class TestWebDataset(DatasetContract):
@@ -49,25 +32,6 @@ class TestWebDataset(DatasetContract):
         source = self.make_source(folder, crop="random", num_workers=1, worker_start="spawn")
         assert contents(source, 2) == uninterrupted[:2]
 
-    def test_a_killed_run_continues_on_other_ranks_and_workers(
-        self, folder: Path, tmp_path: Path, repository: Path, uninterrupted: list[str]
-    ) -> None:
-        pickled, saved = tmp_path / "source.pickle", tmp_path / "state.json"
-        pickled.write_bytes(pickle.dumps(self.make_source(folder, crop="random", num_workers=2)))
-        command = [str(warm_programs() / "python"), "-c", KILLED_RUN, str(pickled), str(saved)]
-        log = tmp_path / "log"
-        with log.open("w") as file:  # a file: orphaned workers would hold a pipe open until they notice
-            killed = subprocess.run(command, cwd=repository, stdout=file, stderr=file, timeout=120)
-        assert killed.returncode == -signal.SIGKILL, log.read_text()
-        left = json.loads(saved.read_text())
-        assert left["contents"] == uninterrupted[:3]
-        step: list[Batch] = []
-        for rank in range(2):
-            with loading(self.make_source(folder, crop="random"), rank=rank, ranks=2) as loader:
-                loader.load_state_dict(left["state"])
-                step += next(loader)
-        assert content(step) == uninterrupted[3]
-
 
 def test_pictures_captions_and_names_come_from_the_tar(tmp_path: Path) -> None:
     source = tars.webdataset(tars.write(tmp_path / "a.tar", tars.samples([7])))
@@ -85,18 +49,6 @@ def test_samples_without_a_part_are_left_out_and_reported(tmp_path: Path, caplog
         source.open()
     assert caplog.text.count("1 keys with a picture but no caption (.txt), 2 keys without a picture") == 2
     assert "0003 (png); 0004 (txt); 0005 (gif)" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
-def test_a_tar_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    path = tars.write(tmp_path / name, tars.samples(range(3)))
-
-    def refuse(self: Path, *_: Any) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(RunError, match=f"a tar cannot be read: .* Permission denied: '.*{name}'"):
-        tars.webdataset(path).open()
 
 
 def test_a_file_cut_after_indexing_is_named(tmp_path: Path) -> None:

@@ -163,15 +163,6 @@ def test_another_picture_value_or_mask_counts_where_it_makes_the_sample(tmp_path
     assert changed_samples(with_mask, before) == "pictures:3.png, pictures:5.png"
 
 
-def test_files_that_did_not_change_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder(tmp_path, CAPTIONS).open()
-    (tmp_path / "pictures" / "2.txt").write_text("another")
-    opened, real = list[str](), Path.open
-    monkeypatch.setattr(Path, "open", lambda path, *rest: opened.append(path.name) or real(path, *rest))
-    Folder(**tars.SMALL, path=str(tmp_path / "pictures"), caption_from="file").open()
-    assert sorted(name for name in opened if not name.endswith(".npz")) == ["2.txt"]
-
-
 def test_another_beginning_of_a_streamed_tar_is_another_content(tmp_path: Path) -> None:
     def streamed(captions: list[str]) -> Index:
         source = tar(tmp_path, captions)

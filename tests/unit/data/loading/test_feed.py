@@ -82,17 +82,3 @@ def test_a_few_of_many_do_not_stop_a_run_however_small_the_share() -> None:
     advised = re.search(r"data.max_unreadable_share=([0-9.]+)\. With that, this run continues", str(told.value))
     assert advised is not None
     SkippedCount(64, float(advised[1])).add(step(64, *"abcd"))
-
-
-def test_a_sample_counts_once_whatever_the_reason_is_next_time() -> None:
-    skipped = SkippedCount(8, 0.0)
-    for place in range(5):
-        skipped.add(step(8, "a", reason=f"{place} bytes are missing"))
-    assert skipped.each == [Unreadable("a", "0 bytes are missing")]
-
-
-def test_before_all_were_seen_a_few_more_than_the_share_may_be_met() -> None:
-    skipped = SkippedCount(1000, 0.5)
-    skipped.add(step(8, *"abcdefg"))
-    with pytest.raises(RunError, match="8 of 8 samples"):
-        SkippedCount(None, 0.5).add(step(8, *"abcdefgh"))

@@ -98,10 +98,6 @@ def test_epochs_follow_each_other_without_a_gap(global_batch_size: int) -> None:
         assert sorted(row for _, row in part) == list(range(50))
 
 
-def test_the_batch_size_does_not_change_the_order() -> None:
-    assert stream(plan(global_batch_size=10), 20) == stream(plan(global_batch_size=4), 50)
-
-
 @pytest.mark.parametrize("leftover", ["carry", "flush"])
 @pytest.mark.parametrize("changed", [{}, mixed(90), {**mixed(90), "random_share": 0.3}, {"replacement": True}])
 def test_any_position_is_found_without_the_ones_before(leftover: str, changed: dict[str, Any]) -> None:
@@ -110,12 +106,6 @@ def test_any_position_is_found_without_the_ones_before(leftover: str, changed: d
     for position in (33, 2, 59, 0, 17):
         assert pairs(plan(leftover=leftover, **changed).step(position)) == steps[position]
         assert pairs(whole.step(position)) == steps[position]
-
-
-def test_a_subset_of_rows_is_kept() -> None:
-    rows = np.array([0, 3, 5, 17, 18, 44, 49])
-    drawn = stream(plan(rows=rows), 3)
-    assert [sorted(row for epoch, row in drawn if epoch == e) for e in range(3)] == [rows.tolist()] * 3
 
 
 @pytest.mark.parametrize("seed", range(8))

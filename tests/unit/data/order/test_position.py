@@ -156,11 +156,6 @@ def test_epochs_that_are_left_are_counted_in_the_data_that_a_run_goes_on_with(wh
     assert later.steps_of_epochs(epoch + 3, saved(fewer, 35)) == fewer.steps_of_epochs(epoch + 3, state)
 
 
-def test_epochs_with_replacement_end_where_they_would_have_ended_without_a_stop() -> None:
-    state = saved(order(replacement=True), 30)
-    assert order(replacement=True).steps_of_epochs(5, state) == order(replacement=True).steps_of_epochs(5)
-
-
 def test_epochs_with_other_batches_count_the_samples_that_are_left() -> None:
     state = saved(order(), 6)
     larger = order(on_change="restart", size=16)

@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import gzip
 import itertools
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cascade_train.data.index import cache as index_cache
 from cascade_train.data.tar.index import load_shard, scan_shard
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
@@ -31,19 +29,6 @@ def test_places_of_every_part_are_found(tmp_path: Path) -> None:
     assert shard.table[["width", "height"]].tolist() == [(50, 20), (40, 32)]
 
 
-def test_a_folder_packed_by_gnu_tar_is_indexed(tmp_path: Path) -> None:
-    folder = tmp_path / "my.dataset"
-    folder.mkdir()
-    for name, content in tars.samples([2, 0, 1]):
-        (folder / name).write_bytes(content)
-    (folder / "._0000.png").write_bytes(b"left by another system")
-    command = ["tar", "--sort=name", "-cf", "dataset.tar", "./my.dataset/"]
-    subprocess.run(command, cwd=tmp_path, check=True)
-    shard = scan_shard(tars.found(tmp_path / "dataset.tar"))
-    assert shard.keys.tolist() == [b"./my.dataset/0000", b"./my.dataset/0001", b"./my.dataset/0002"]
-    assert shard.dropped.examples == []
-
-
 def test_a_damaged_cache_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
     load_shard(tars.found(path), tmp_path / "cache")
@@ -54,17 +39,6 @@ def test_a_damaged_cache_is_written_again(tmp_path: Path, caplog: pytest.LogCapt
     caplog.clear()
     assert len(load_shard(tars.found(path), tmp_path / "cache").table) == 3
     assert not caplog.text
-
-
-def test_a_folder_that_cannot_be_written_moves_the_cache_to_the_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
-    monkeypatch.setattr(index_cache.os, "access", lambda *_: False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    load_shard(tars.found(path), None)
-    assert len(list((tmp_path / "home/cascade_train/index").iterdir())) == 1
-    assert not (tmp_path / ".cascade_train_index").exists()
 
 
 def test_a_chosen_cache_folder_must_be_writable(tmp_path: Path) -> None:

@@ -161,18 +161,3 @@ def test_what_is_sent_to_a_process_is_the_place_and_not_the_content(tmp_path: Pa
         assert np.array_equal(pickle.loads(sent), wanted)
     assert np.array_equal(pickle.loads(pickle.dumps(found[:, 1])), table[:, 1])
     assert np.array_equal(pickle.loads(pickle.dumps(found + 1)), table + 1)
-
-
-@pytest.mark.usefixtures("many")
-def test_a_full_disk_is_no_reason_to_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    index = tars.webdataset(sized(tmp_path)).open()
-    assert (len(index), index.folder) == (40, None)
-    assert "No space left on device" in caplog.text
-    assert not cached(tmp_path)
-    assert not cached(tmp_path, ".partial-*")

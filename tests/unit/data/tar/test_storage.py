@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from cascade_train.data.tar import storage
-from cascade_train.data.tar.storage import S3, LocalFiles, StoredObject
+from cascade_train.data.tar.storage import S3, StoredObject
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import contents
@@ -129,20 +129,6 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "boto3", None)
     with pytest.raises(ConfigError, match=r"need boto3.*pip install --editable '\.\[s3\]'"):
         S3().prepare()
-
-
-def test_a_local_range_is_read_on_where_the_system_returns_less(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(CONTENT)
-    pread = os.pread
-    monkeypatch.setattr(storage.os, "pread", lambda file, size, start: pread(file, min(size, 1000), start))
-    files = LocalFiles()
-    item = files.stat(str(path))
-    assert files.read(item, 500, 3500) == CONTENT[500:4000]
-    with pytest.raises(OSError, match=r"a\.tar ended at 100000 of 100001 bytes: it changed during the run"):
-        files.read(item, 99_990, 11)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
