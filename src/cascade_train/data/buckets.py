@@ -43,7 +43,7 @@ class BucketTable:
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def nearest(self, width_N: np.ndarray, height_N: np.ndarray) -> np.ndarray:
-        """Return the (N,) int64 bucket nearest to each picture; of equal distances the entry that comes first.
+        """(N,) int64 bucket nearest to each picture; of equal distances the entry that comes first.
 
         Sizes are in pixels; a picture whose width or height is 0, unknown, counts as square.
         """
@@ -65,7 +65,7 @@ class BucketTable:
         return self.bucket_E[np.where(is_second, second, first)]
 
     def enlargement(self, bucket_N: np.ndarray, width_N: np.ndarray, height_N: np.ndarray) -> np.ndarray:
-        """Return the factor by which each picture is scaled to cover its bucket, (N,); 0 = unknown."""
+        """Factor by which each picture is scaled to cover its bucket, (N,); 0 = unknown."""
         known = (width_N > 0) & (height_N > 0)
         height_of, width_of = self.sizes_K2[bucket_N].T
         scale = np.maximum(width_of / np.maximum(width_N, 1), height_of / np.maximum(height_N, 1))
@@ -73,7 +73,7 @@ class BucketTable:
 
 
 def exact_table(sizes_K2: np.ndarray) -> BucketTable:
-    """Return the buckets of samples that an index lists with the sizes they are trained at."""
+    """Buckets of samples that an index lists with the sizes they are trained at."""
     ratio_K = sizes_K2[:, 1] / sizes_K2[:, 0]
     return BucketTable(sizes_K2=sizes_K2, ratio_E=ratio_K, bucket_E=np.arange(len(sizes_K2)), distance="exact")
 
@@ -92,7 +92,7 @@ class Buckets:
         check_least("data.buckets.max_upscale", self.max_upscale, 1.0, "1 enlarges none; null = no limit")
 
     def table(self, image_size: int, aspect_ratios: list[str | float] | str | None) -> BucketTable:
-        """Return the sizes of about image_size² pixels; aspect_ratios None = the square alone.
+        """Sizes of about image_size² pixels; aspect_ratios None = the square alone.
 
         With the distance `log`, pictures are compared with the rounded sizes, so that the least is cropped; with
         `linear`, with the ratios as they are configured. A ratio too extreme for the area is a ValueError.
@@ -114,7 +114,7 @@ class Buckets:
         return BucketTable(sizes_K2=np.array(list(sizes)), ratio_E=shape_E, bucket_E=bucket_E, distance=self.distance)
 
     def selection(self, index: Index, table: BucketTable) -> Selection:
-        """Return which samples need no more enlargement than `max_upscale`, a number; an unknown size needs none."""
+        """Which samples need no more enlargement than `max_upscale`, a number; an unknown size needs none."""
         assert self.max_upscale is not None
         width_N, height_N = index.table["width"].astype(np.int64), index.table["height"].astype(np.int64)
         scale_N = table.enlargement(table.nearest(width_N, height_N), width_N, height_N)
@@ -137,13 +137,13 @@ def parse_ratios(aspect_ratios: list[str | float] | str) -> list[float]:
 
 
 def with_reciprocals(ratios: Iterable[float]) -> list[float]:
-    """Return the ratios, each once, followed by the reciprocals that were not among them."""
+    """Ratios, each once, followed by the reciprocals that were not among them."""
     ratios = list(dict.fromkeys(ratios))
     return list(dict.fromkeys([*ratios, *(1 / ratio for ratio in ratios)]))
 
 
 def bucket_size(ratio: float, area: int, multiple_px: int) -> tuple[int, int]:
-    """Return (height, width) of at most `area` pixels in this ratio, rounded down to multiples."""
+    """(height, width) of at most `area` pixels in this ratio, rounded down to multiples."""
     height, width = math.sqrt(area / ratio), math.sqrt(area * ratio)
     return int(height // multiple_px) * multiple_px, int(width // multiple_px) * multiple_px
 

@@ -45,12 +45,12 @@ class Rows:
         return -np.sort(-count_K[count_K > 0])
 
     def first(self, count: int, *, seed: int) -> Rows:
-        """Return `count` of the samples, drawn by the seed; all where there are no more."""
+        """`count` of the samples, drawn by the seed; all where there are no more."""
         rows = np.sort(self.rows[permutation(len(self.rows), seed, 0, "part")[:count]])
         return replace(self, rows=rows, digest=rows_digest(rows))
 
     def load(self, **options: Any) -> Feed:
-        """Return the endless feed of these samples for one rank; options are those of `FeedRequest`."""
+        """Endless feed of these samples for one rank; options are those of `FeedRequest`."""
         request = FeedRequest(
             index=self.index, rows=self.rows, rows_digest=self.digest, transform=self.transform, **options
         )
@@ -111,7 +111,7 @@ class DataSet:
             )
 
     def training_feed(self, **options: Any) -> Feed:
-        """Return the endless feed of training batches for one rank."""
+        """Endless feed of training batches for one rank."""
         self._open.append(feed := self.training.load(**options))
         for line in feed.report():
             _log.info("%s", line)
@@ -128,7 +128,7 @@ class DataSet:
         samples_seen: int = 0,
         state: Mapping[str, Any] | None = None,
     ) -> int:
-        """Return the step at which training ends: by its steps, its epochs or the examples to see.
+        """Step at which training ends: by its steps, its epochs or the examples to see.
 
         `step`, `samples_seen` and `state`, that of the feed, are those of the checkpoint that goes on: its data and the
         size of its batches may have been others.
@@ -143,7 +143,7 @@ class DataSet:
         return min(limit for limit in limits if limit is not None)
 
     def held_out_feed(self, *, seed: int, samples: int, micro_batch_size: int, rank: int, ranks: int) -> HeldOutFeed:
-        """Return the feed of `samples` held-out samples in a fixed order, as many on every rank.
+        """Feed of `samples` held-out samples in a fixed order, as many on every rank.
 
         Samples of weight 0 fill the last batch of each shape. A ConfigError where no samples are held out.
         """
@@ -159,7 +159,7 @@ class DataSet:
         return HeldOutFeed(steps=feed.steps_of_epochs(1), feed=feed, source=part.source)
 
     def shown_batch(self, count: int, *, seed: int) -> Batch:
-        """Return up to `count` fixed samples of one shape to show, held-out ones where there are any."""
+        """Up to `count` fixed samples of one shape to show, held-out ones where there are any."""
         part = self.held_out or self.training
         count = min(count, int(part.shapes[0]))
         with contextlib.closing(

@@ -138,7 +138,7 @@ class Parquet(TableSource):
         )
 
     def _row_group(self, path: Path, group: int) -> Any:
-        """Return a row group, kept in memory or read; an UnreadableSampleError if it is damaged."""
+        """A row group, kept in memory or read; an UnreadableSampleError if it is damaged."""
         kept = self._kept()
         if (path, group) not in kept:
             while len(kept) > self.shuffle_window_shards:
@@ -213,7 +213,7 @@ def read_rows(file: Any, group: int, names: list[str]) -> Iterator[dict[str, Any
 
 
 def _plain_row(row: Any) -> dict[str, Any]:
-    """Return a batch of one row as values, None instead of those that Python does not have."""
+    """A batch of one row as values, None instead of those that Python does not have."""
     values = dict.fromkeys(row.schema.names)
     for name in values:
         with suppress(ValueError, OverflowError):
@@ -226,7 +226,7 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def picture_of(value: Any) -> tuple[bytes | None, str]:
-    """Return an encoded picture, or None, and its path, empty where it has none."""
+    """An encoded picture, or None, and its path, empty where it has none."""
     parts = value if isinstance(value, Mapping) else {"path" if isinstance(value, str) else "bytes": value}
     image, path = parts.get("bytes"), parts.get("path") or ""
     if isinstance(image, bytes | None) and isinstance(path, str):
@@ -237,7 +237,7 @@ def picture_of(value: Any) -> tuple[bytes | None, str]:
 
 
 def _upright_size(image: bytes | None, values: Mapping[str, Any], columns: Columns) -> tuple[int, int]:
-    """Return (width, height) from the columns or the header; (0, 0) where there is none, or the picture is a file."""
+    """(width, height) from the columns or the header; (0, 0) where there is none, or the picture is a file."""
     if columns.width is not None and columns.height is not None:
         return _side(columns.width, values[columns.width]), _side(columns.height, values[columns.height])
     with suppress(UnreadableSampleError):

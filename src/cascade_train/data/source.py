@@ -65,7 +65,7 @@ class Source(abc.ABC):
         self._bucket_table = self.buckets.table(self.image_size, self.aspect_ratios)
 
     def captions_of(self, row: int) -> Captions:
-        """Return the caption options of one row; joined sources return those of the row's own source."""
+        """Caption options of one row; joined sources return those of the row's own source."""
         return self.captions
 
     def check(self) -> None:
@@ -97,25 +97,25 @@ class Source(abc.ABC):
         return ()
 
     def part_of(self, row: int) -> int:
-        """Return the number among `part_names` of the source of a row of the index."""
+        """Number among `part_names` of the source of a row of the index."""
         raise AssertionError("asked for with part_names alone")
 
     def bucket_table(self, index: Index) -> BucketTable:
-        """Return the sizes that the samples are trained at."""
+        """Sizes that the samples are trained at."""
         return self._bucket_table
 
     def quarantine_selectors(self) -> list[RowSelector]:
-        """Return what leaves out the samples that `quarantine` lists; a ConfigError where there is no such list."""
+        """What leaves out the samples that `quarantine` lists; a ConfigError where there is no such list."""
         if self.quarantine is None:
             return []
         return [partial(quarantine_selection, read_quarantine(Path(self.quarantine).expanduser()))]
 
     def selectors(self) -> list[RowSelector]:
-        """Return what decides, by the index alone, which rows take part. Raises as `quarantine_selectors`."""
+        """What decides, by the index alone, which rows take part. Raises as `quarantine_selectors`."""
         return [*self.quarantine_selectors(), *self.size_selectors(None)]
 
     def size_selectors(self, table: BucketTable | None) -> list[RowSelector]:
-        """Return what decides by sizes of pictures, and by those they are trained at; None = the source's own."""
+        """What decides by sizes of pictures, and by those they are trained at; None = the source's own."""
         selectors: list[RowSelector] = [partial(size_selection, self._size_filters)] if self._size_filters else []
         if self.buckets.max_upscale is not None:
             selectors.append(lambda index: self.buckets.selection(index, table or self.bucket_table(index)))
@@ -145,4 +145,4 @@ class FileSource(Source):
 
     @abc.abstractmethod
     def _build_index(self) -> Index:
-        """Return the index of the usable samples that meet the row filters."""
+        """Index of the usable samples that meet the row filters."""

@@ -97,7 +97,7 @@ class WebDataset(Source):
         )
 
     def _open_streams(self) -> Index:
-        """Return an index of the tars; an option that needs one of samples is refused."""
+        """An index of the tars; an option that needs one of samples is refused."""
         streamed = next(tar.name for tar in self._tars if not tar.is_indexable)
         for key in ("aspect_ratios", "size_filters", "quarantine", "buckets.max_upscale"):
             if (value := attrgetter(key)(self)) is not None:
@@ -155,7 +155,7 @@ class WebDataset(Source):
         return raw_sample(parts, self._index.name(row), needs_values=self.captions.needs_values)
 
     def _parts(self, row: int) -> dict[str, bytes]:
-        """Return the bytes of the parts that are there, with as few reads as possible."""
+        """Bytes of the parts that are there, with as few reads as possible."""
         entry = self._index.table[row]
         tar = self._tars[entry["shard"]]
         wanted = ["image", *(part for part in PARTS if part != "json" or self.captions.needs_values)]

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def default_cache_dir(path: Path) -> Path:
-    """Return `.cascade_train_index` beside a file or folder if that can be written, else the user's cache folder."""
+    """`.cascade_train_index` beside a file or folder if that can be written, else the user's cache folder."""
     beside = path.resolve().parent / ".cascade_train_index"
     if os.access(beside if beside.is_dir() else beside.parent, os.W_OK):
         return beside
@@ -46,17 +46,17 @@ def default_cache_dir(path: Path) -> Path:
 
 
 def user_cache_dir() -> Path:
-    """Return the user's cache folder for indexes, for data that has no folder to keep one beside."""
+    """The user's cache folder for indexes, for data that has no folder to keep one beside."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cascade_train" / "index"
 
 
 def cache_file(folder: Path, name: str, identity: str) -> Path:
-    """Return the file of what is cached under a text that changes with its content."""
+    """File of what is cached under a text that changes with its content."""
     return folder / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.npz"
 
 
 def read_cache(cached: Path) -> dict[str, np.ndarray] | None:
-    """Return the arrays of a file; None if there is none, or it is damaged or may not be read."""
+    """Arrays of a file; None if there is none, or it is damaged or may not be read."""
     try:
         with open_regular(cached) as file, np.load(file, allow_pickle=False) as parts:
             return dict(parts)
@@ -81,7 +81,7 @@ def write_cache(cached: Path, parts: Mapping[str, np.ndarray], *, required: bool
 
 
 def picture_facts(path: Path) -> tuple[int, int, int]:
-    """Return the `header_facts` of a picture in a file."""
+    """`header_facts` of a picture in a file."""
     size = path.stat().st_size
     with path.open("rb") as file:
 
@@ -110,12 +110,12 @@ def header_facts(read: Callable[[int, int], bytes], size: int) -> tuple[int, int
 def load_picture_facts(
     owner: Path, root: Path, names: Sequence[str], cache_dir: Path | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return bytes and `header_facts` of pictures below a folder, in the order of their names. See `load_facts`."""
+    """Bytes and `header_facts` of pictures below a folder, in the order of their names. See `load_facts`."""
     return load_facts(owner, root, names, picture_facts, columns=3, kind="sizes", cache_dir=cache_dir)
 
 
 def load_checksums(owner: Path, root: Path, names: Sequence[str], cache_dir: Path | None) -> np.ndarray:
-    """Return the checksums of other files of samples, (N,) int64. See `load_facts`."""
+    """Checksums of other files of samples, (N,) int64. See `load_facts`."""
 
     def read(path: Path) -> tuple[int]:
         with path.open("rb") as file:
@@ -135,7 +135,7 @@ def load_facts(
     kind: str,
     cache_dir: Path | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return facts of files, from the cache for each one that has the same size and modification time.
+    """Facts of files, from the cache for each one that has the same size and modification time.
 
     The folder or table `owner` has a cache for each `kind` of facts, in `cache_dir`; None = beside it if that can be
     written, else in the user's cache folder. Files, named below `root`, may be missing or come several times; threads
@@ -164,7 +164,7 @@ def load_facts(
 
 
 def _mark(path: str) -> tuple[int, int]:
-    """Return size and modification time in nanoseconds, -1 and 0 where there is no file."""
+    """Size and modification time in nanoseconds, -1 and 0 where there is no file."""
     try:
         found = os.stat(path)  # noqa: PTH116
     except OSError as error:

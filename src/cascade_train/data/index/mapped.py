@@ -31,7 +31,7 @@ class MappedArray(np.memmap):
     """An array in a file, or a contiguous part of one; a process that is sent it maps the file itself."""
 
     def __reduce__(self) -> Any:
-        """Return file, place, type and shape; the content where that is not what the file holds."""
+        """File, place, type and shape; the content where that is not what the file holds."""
         mapping = getattr(self, "_mmap", None)  # numpy's name, which its types do not know
         if mapping is None or not self.flags.c_contiguous:
             return np.asarray(self).__reduce__()

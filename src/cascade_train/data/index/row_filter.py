@@ -109,7 +109,7 @@ class RowFilters:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def judge(self, values: Mapping[str, Any] | None) -> list[int]:
-        """Return PASSED or ABSENT for a sample's values, None if they cannot be read, then each filter's verdict."""
+        """PASSED or ABSENT for a sample's values, None if they cannot be read, then each filter's verdict."""
         if values is None:
             return [ABSENT] * (1 + len(self))
         return [PASSED, *(each.verdict(values) for each in self.filters)]
@@ -119,14 +119,14 @@ class RowFilters:
         return self.judge(read_metadata(metadata))
 
     def kept(self, verdicts: np.ndarray) -> np.ndarray:
-        """Return which of (N, 1 + filters) verdicts meet every filter, (N,) bool; log how many, at least one."""
+        """Which of (N, 1 + filters) verdicts meet every filter, (N,) bool; logs how many, at least one."""
         kept, report = self.judged(verdicts)
         for line in report:
             _log.info("%s", line)
         return kept
 
     def judged(self, verdicts: np.ndarray) -> tuple[np.ndarray, list[str]]:
-        """Return which of the verdicts meet every filter, see `kept`, and lines on how many do."""
+        """Which of the verdicts meet every filter, see `kept`, and lines on how many do."""
         kept = (verdicts == PASSED).all(axis=1)
         total, unread = len(verdicts), int((verdicts[:, 0] != PASSED).sum())
         report = [f"{KEY} keep {kept.sum()} of {total} samples ({kept.mean():.1%}); {unread} have no readable json"]
@@ -173,7 +173,7 @@ def _row_filter(where: str, entry: Any) -> RowFilter:
 
 
 def read_metadata(metadata: bytes | None) -> Mapping[str, Any] | None:
-    """Return a sample's json as a mapping; None where there is none that can be read."""
+    """A sample's json as a mapping; None where there is none that can be read."""
     try:
         values = None if metadata is None else read_json(metadata)
     except ValueError:
@@ -182,7 +182,7 @@ def read_metadata(metadata: bytes | None) -> Mapping[str, Any] | None:
 
 
 def _parse(text: str, keys: Sequence[str], where: str) -> tuple[tuple[str, ...], ast.expr]:
-    """Return the names of the arguments of a condition, one for each of `keys`, and its checked tree.
+    """Names of the arguments of a condition, one for each of `keys`, and its checked tree.
 
     The text is a lambda with one argument per key, `lambda s: s > 4.5`; for one key a comparison without its left side,
     `<=0.5`; or an expression in the names of the keys, `width * height >= 600 ** 2`.
@@ -295,7 +295,7 @@ def _number(value: Any) -> int | float:
 
 
 def _evaluate_logic(node: ast.BoolOp, values: Mapping[str, Any]) -> Any:
-    """Return the first operand that decides, as Python's and/or do, else the last."""
+    """First operand that decides, as Python's and/or do, else the last."""
     for operand in node.values:
         value = _evaluate(operand, values)
         if bool(value) is isinstance(node.op, ast.Or):

@@ -61,7 +61,7 @@ class Index:
         return len(self.table)
 
     def name(self, row: int) -> str:
-        """Return shard and key of a row for messages: one printable line, whatever the key holds."""
+        """Shard and key of a row for messages: one printable line, whatever the key holds."""
         return printable(f"{self.shards[self.table['shard'][row]]}:{self.keys[row].decode(errors='surrogateescape')}")
 
     @functools.cached_property
@@ -75,7 +75,7 @@ class Index:
         return self.kept("record", "", lambda: {"record": np.array(self._content_record())})["record"].item()
 
     def kept(self, name: str, identity: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """Return arrays that follow from the index and from what `identity` tells, from `folder` if they are there."""
+        """Arrays that follow from the index and from what `identity` tells, from `folder` if they are there."""
         if self.folder is None:
             return make()
 
@@ -106,7 +106,7 @@ class Index:
 
 
 def rows_digest(rows: np.ndarray) -> str:
-    """Return 16 hex digits that change with any of the rows of an index that take part."""
+    """16 hex digits that change with any of the rows of an index that take part."""
     return hashlib.sha256(np.ascontiguousarray(rows, dtype="<i8").data).hexdigest()[:16]
 
 
@@ -130,7 +130,7 @@ def split(index: Index, share: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def repeat_counts(keys: Sequence[bytes], factor: float) -> np.ndarray:
-    """Return how often each of N samples comes in an epoch, (N,) int64 with the sum round(factor * N), factor >= 0.
+    """How often each of N samples comes in an epoch, (N,) int64 with the sum round(factor * N), factor >= 0.
 
     Once more than int(factor), and the same ones in every epoch, come those whose keys have the smallest hashes, so
     that samples which are added later move few of the others. 0.4 thus takes the same 40 % every time.
@@ -142,7 +142,7 @@ def repeat_counts(keys: Sequence[bytes], factor: float) -> np.ndarray:
 
 
 def repeat_rows(counts: np.ndarray) -> np.ndarray:
-    """Return (sum,) int64 rows, all that come at all, then all that come twice, and so on."""
+    """(sum,) int64 rows, all that come at all, then all that come twice, and so on."""
     passes = range(int(counts.max(initial=0)))
     return np.concatenate([np.zeros(0, dtype=np.int64), *(np.flatnonzero(counts > number) for number in passes)])
 
@@ -152,7 +152,7 @@ def _hashes(keys: Iterable[bytes]) -> np.ndarray:
 
 
 def checksum(beginning: bytes, size: int) -> int:
-    """Return 56 bits of a file's size and its first `BEGINNING_BYTES`, or all that it holds.
+    """56 bits of a file's size and its first `BEGINNING_BYTES`, or all that it holds.
 
     No CRC-32, which is the same for all contents of a size that end in their own, as in gzip.
     """
@@ -161,7 +161,7 @@ def checksum(beginning: bytes, size: int) -> int:
 
 
 def text_checksum(value: Any) -> int:
-    """Return 56 bits of a caption or other plain values."""
+    """56 bits of a caption or other plain values."""
     text = repr(value).encode(errors="replace")
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 
@@ -202,7 +202,7 @@ def changed_samples(index: Index, then: Index) -> str | None:
 
 
 def first_names(names: Iterable[str], most: int = 5) -> str:
-    """Return the first different names for a message, each printable, and how many more there are."""
+    """First different names for a message, each printable, and how many more there are."""
     unique = list(dict.fromkeys(map(printable, names)))
     return ", ".join(unique[:most]) + (f" and {len(unique) - most} more" if len(unique) > most else "")
 

@@ -48,7 +48,7 @@ RowSelector = Callable[[Index], Selection]
 
 
 def selected(index: Index, selectors: Iterable[RowSelector]) -> np.ndarray:
-    """Return (N,) bool, which rows every selector keeps, at least one; log how many each leaves out."""
+    """(N,) bool, which rows every selector keeps, at least one; logs how many each leaves out."""
     kept, reports = np.broadcast_to(np.True_, len(index)), list[str]()
     for selection in (selector(index) for selector in selectors):
         if dropped := int((~selection.kept).sum()):
@@ -74,7 +74,7 @@ def parse_size_filters(given: object) -> tuple[RowFilter, ...]:
 
 
 def size_selection(filters: tuple[RowFilter, ...], index: Index) -> Selection:
-    """Return which samples meet every filter (at least one), and log how many meet each; an unknown size meets none."""
+    """Which samples meet every filter (at least one); logs how many meet each; an unknown size meets none."""
     sizes_N2 = np.stack([index.table["width"], index.table["height"]], axis=1).astype(np.int64)
     sizes_K2, size_N = np.unique(sizes_N2, axis=0, return_inverse=True)
     measured = [
@@ -93,7 +93,7 @@ def size_selection(filters: tuple[RowFilter, ...], index: Index) -> Selection:
 
 
 def read_quarantine(path: Path) -> set[str]:
-    """Return the names of samples in a file of lines `{"sample": "train.tar:0001", ...}`, or in those of a run.
+    """Names of samples in a file of lines `{"sample": "train.tar:0001", ...}`, or in those of a run.
 
     A ConfigError where there is no such list, or a line names no sample.
     """
@@ -122,7 +122,7 @@ def _read_names(file: Path) -> Iterator[str]:
 
 
 def quarantine_selection(names: Collection[str], index: Index) -> Selection:
-    """Return which samples are not among the names (as `Index.name` has them), and log how many are not in the data.
+    """Which samples are not among the names (as `Index.name` has them); logs how many are not in the data.
 
     Rows of one name and content are one sample that repeats.
     """

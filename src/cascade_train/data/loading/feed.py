@@ -55,15 +55,15 @@ class Feed(abc.ABC):
         self.excluded = frozenset(() if request.whole_epochs else source.exclude or ())  # keys of `data.exclude`
 
     def report(self) -> list[str]:
-        """Return lines about the samples, logged before training starts."""
+        """Lines about the samples, logged before training starts."""
         return self._order.report()
 
     def steps_of_epochs(self, epochs: int, state: Mapping[str, Any] | None = None) -> int:
-        """Return the step at which the first `epochs` epochs end, of a run that goes on at `state` or begins (None)."""
+        """Step at which the first `epochs` epochs end, of a run that goes on at `state` or begins (None)."""
         return self._order.steps_of_epochs(epochs, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the identity of the order, equal on all ranks, as JSON holds it."""
+        """Position and identity of the order, equal on all ranks, as JSON holds it."""
         return self._order.state(self.position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -72,14 +72,14 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def _whereabouts(self) -> str:
-        """Return where samples went, for the log of a long wait."""
+        """Where samples went, for the log of a long wait."""
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
 
     @abc.abstractmethod
     def __next__(self) -> list[Batch]:
-        """Return this rank's micro-batches of the next global batch."""
+        """This rank's micro-batches of the next global batch."""
 
     def seek(self, position: int) -> None:
         """Continue at another position; what was prefetched is dropped."""

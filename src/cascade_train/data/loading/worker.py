@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 def failure(what: str, error: Exception) -> RunError:
-    """Return the error being handled as one that may cross processes, its traceback as a note."""
+    """The error being handled, as one that may cross processes, its traceback as a note."""
     cause = str(error) if isinstance(error, ConfigError | RunError) else f"{type(error).__name__}: {error}"
     return _traced(f"{what}: {line_of_user(error)}{cause}")
 
@@ -112,11 +112,11 @@ class MicroBatches(Dataset[Batch | RunError]):
         return self._source.read(row)
 
     def name(self, row: int) -> str:
-        """Return a sample's name in messages."""
+        """A sample's name in messages."""
         return self._index.name(row)
 
     def _sample(self, row: int, epoch: int, step: Step) -> _Sample:
-        """Return the row's sample, or that of another row that is readable and not excluded."""
+        """The row's sample, or that of another row that is readable and not excluded."""
         skipped: list[Unreadable] = []
         for candidate in self._candidates(row, step):
             if len(skipped) == MAX_STAND_INS:
@@ -233,7 +233,7 @@ class Results(Generic[T]):
         )
 
     def next(self) -> T:
-        """Return the next result; a RunError where a worker could not make it, ended, or took too long."""
+        """The next result; a RunError where a worker could not make it, ended, or took too long."""
         result = self._receive()
         if isinstance(result, RunError):
             raise result
@@ -248,7 +248,7 @@ class Results(Generic[T]):
         self._iterator = self._data_loader = self._make = None
 
     def _receive(self) -> T | RunError:
-        """Return what the workers made next; their sudden end is a failure too.
+        """What the workers made next; their sudden end is a failure too.
 
         The iterator stays out of local names, and torch's error is not passed on: a traceback that holds the
         iterator would keep the other workers alive.

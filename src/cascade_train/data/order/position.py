@@ -94,7 +94,7 @@ def _group(table: np.ndarray, rows: np.ndarray, buckets: BucketTable) -> dict[st
 
 
 def read_identity(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a saved position says of its order, by name; joined sources have the filters of each, with spaces."""
+    """What a saved position says of its order, by name; joined sources have the filters of each, with spaces."""
     return dict(re.findall(r"(\w+)=(.*?)(?= \w+=|$)", state["identity"]))
 
 
@@ -134,16 +134,16 @@ class Order:
         self._identity = {name: value for name, value in identity.items() if value}
 
     def step(self, position: int) -> Step:
-        """Return the global batch at `position`, counted from the run's first."""
+        """Global batch at `position`, counted from the run's first."""
         return self._plan.step(position)
 
     def stand_ins(self) -> dict[tuple[int, int], np.ndarray]:
-        """Return the sorted rows of each shape, (height, width), that may replace unreadable ones."""
+        """Sorted rows of each shape, (height, width), that may replace unreadable ones."""
         own = {tuple(size): self._layouts.own.of_bucket(b) for b, size in enumerate(self._layouts.sizes_K2.tolist())}
         return {shape: rows if len(rows) else self._rows for shape, rows in own.items()}
 
     def steps_of_epochs(self, epochs: int, state: Mapping[str, Any] | None = None) -> int:
-        """Return the step at which the first `epochs` epochs end, of a run that goes on at `state` or begins (None).
+        """Step at which the first `epochs` epochs end, of a run that goes on at `state` or begins (None).
 
         The last step may open the next epoch.
         """
@@ -159,7 +159,7 @@ class Order:
         return self._plan_from(self._global_batch_size, start).first_step(epochs)
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return a position with the identity of its order."""
+        """A position with the identity of its order."""
         start = self._plan.epoch_start(position)
         return {
             "position": position,
@@ -192,7 +192,7 @@ class Order:
         return int(state["position"])
 
     def _start_of(self, state: Mapping[str, Any], *, is_changed: bool) -> Start:
-        """Return where the plan of a run begins that goes on at a state: at the next epoch where its data changed."""
+        """Where the plan of a run begins that goes on at a state: at the next epoch where its data changed."""
         position, size = state["position"], state["global_batch_size"]
         saved = state["start"]
         start = Start(position=saved["position"], epoch=saved["epoch"], taken=tuple(saved["taken"]))
@@ -201,7 +201,7 @@ class Order:
         return start if size == self._global_batch_size else self._plan_from(size, start).start_at(position)
 
     def report(self) -> list[str]:
-        """Return lines on enlarged samples, the histogram of shapes, and those that fill slowly."""
+        """Lines on enlarged samples, the histogram of shapes, and those that fill slowly."""
         lines = []
         if enlarged := self._shapes_of_rows.enlarged:
             limit = "" if self._max_upscale is None else f", of {self._max_upscale:g} that are allowed"

@@ -94,7 +94,7 @@ class Listings:
         self._found: dict[str, list[StoredObject]] = {}
 
     def below(self, prefix: str, store: S3) -> list[StoredObject]:
-        """Return the tars below a prefix as they were when the run began, as they are now where that is unknown."""
+        """Tars below a prefix as they were when the run began, as they are now where that is unknown."""
         listed = [item for item in store.list_prefix(prefix) if item.url.lower().endswith(_ENDS)]
         if not listed:
             raise ConfigError(f"data.urls={prefix} holds no tar; check bucket and prefix, and that names end in .tar")
@@ -166,7 +166,7 @@ def check_urls(urls: str | list[str]) -> list[str]:
 
 
 def find_tars(urls: str | list[str], listings: Listings) -> list[Tar]:
-    """Return the tars that `data.urls` names, in its order. Raises as `Store.stat`, and for unknown compressions."""
+    """Tars that `data.urls` names, in its order. Raises as `Store.stat`, and for unknown compressions."""
     entries, local, s3 = check_urls(urls), LocalFiles(), S3()
     stores: dict[str | None, Store] = {"s3": s3, **{scheme: OtherStore(scheme) for scheme in SCHEMES}}
     remote = [entry for entry in entries if _store_of(entry) is not None and not _is_prefix(entry)]

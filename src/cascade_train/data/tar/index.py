@@ -67,13 +67,13 @@ class ShardIndex:
     dropped: Dropped
 
     def equals(self, other: ShardIndex) -> bool:
-        """Return whether another index tells the same of its tar."""
+        """Whether another index tells the same of its tar."""
         pairs = ((getattr(self, name), getattr(other, name)) for name in _ARRAYS)
         return self.dropped == other.dropped and all(np.array_equal(one, two) for one, two in pairs)
 
 
 def load_shard(tar: Tar, cache_dir: Path | None) -> ShardIndex:
-    """Return the index of a tar that has places, from the cache if it is there, else from the headers.
+    """Index of a tar that has places, from the cache if it is there, else from the headers.
 
     The cache lies in `cache_dir`, which must be writable; None = `.cascade_train_index` beside the tar if that can be
     written, else the user's cache folder, as for tars that are no local files. Raises as `scan_shard`.
@@ -133,7 +133,7 @@ def scan_shard(tar: Tar) -> ShardIndex:
 def load_verdicts(
     tar: Tar, shard: ShardIndex, filters: RowFilters, cache_dir: Path | None, *, largest: int | None = None
 ) -> np.ndarray:
-    """Return the verdicts of `RowFilters` on each sample, (N, 1 + filters) uint8, from the cache or the tar.
+    """Verdicts of `RowFilters` on each sample, (N, 1 + filters) uint8, from the cache or the tar.
 
     A json of more than `largest` bytes counts as none. Raises as `load_shard`.
     """
@@ -154,7 +154,7 @@ def load_verdicts(
 
 
 def index_file(tar: Tar, cache_dir: Path | None) -> Path:
-    """Return the file of a tar's cached index, in `cache_dir` as for `load_shard`; its name changes with the tar."""
+    """File of a tar's cached index, in `cache_dir` as for `load_shard`; its name changes with the tar."""
     if cache_dir is None:
         cache_dir = user_cache_dir() if tar.is_remote else default_cache_dir(Path(tar.item.url))
     place = tar.item.url if tar.is_remote else Path(tar.item.url).resolve()
@@ -164,7 +164,7 @@ def index_file(tar: Tar, cache_dir: Path | None) -> Path:
 
 
 def _cached_shard(cached: Path) -> ShardIndex | None:
-    """Return the cached index, or None if there is none; one of another form counts as none."""
+    """Cached index, or None if there is none; one of another form counts as none."""
     parts = read_cache(cached)
     if parts is None:
         return None
@@ -177,7 +177,7 @@ def _cached_shard(cached: Path) -> ShardIndex | None:
 
 
 def _member_facts(parts: Collection[str], member: Member) -> tuple[int, int, int, int, int]:
-    """Return width and height of a picture, else zeros; start and size in bytes; the checksum of what makes samples."""
+    """Width and height of a picture, else zeros; start and size in bytes; the checksum of what makes samples."""
     width = height = crc = 0
     if member.extension in IMAGE_EXTENSIONS:
         width, height, crc = header_facts(member.read_at, member.size)
@@ -198,7 +198,7 @@ class JoinedTars:
     needed: Literal["caption", "json"]  # the part without which a sample is left out
 
     def open(self) -> tuple[dict[str, np.ndarray], Path | None]:
-        """Return table, keys and content of the samples, see `Index`, and the folder that they are mapped from, if any.
+        """Table, keys and content of the samples, see `Index`, and the folder that they are mapped from, if any.
 
         What was left out is logged. Raises as `load_shard`, and a RunError where a tar cannot be read.
         """
@@ -349,7 +349,7 @@ class JoinedTars:
         return kept_by_tar, lines
 
     def _of_each(self, facts: Callable[[int], Any]) -> list[Any]:
-        """Return facts of each tar, of remote ones several at a time.
+        """Facts of each tar, of remote ones several at a time.
 
         In random order, so that processes that start together read different tars instead of waiting for each other.
         """

@@ -36,7 +36,7 @@ class Forward:
         self._file, self._seekable = file, seekable
 
     def tell(self) -> int:
-        """Return the position."""
+        """The position."""
         return self.position
 
     def seek(self, position: int) -> None:
@@ -74,7 +74,7 @@ class Member(NamedTuple):
     file: Forward
 
     def read(self, size: int) -> bytes:
-        """Return up to as many of its next bytes, until the next member is asked for."""
+        """Up to as many of its next bytes, until the next member is asked for."""
         return self.read_at(max(0, self.file.position - self.start), size)
 
     def read_at(self, start: int, size: int) -> bytes:

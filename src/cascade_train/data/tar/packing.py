@@ -145,7 +145,7 @@ def _read_samples(
 
 
 def _encode_for_tar(path: str, image: bytes) -> tuple[str, bytes]:
-    """Return the extension and content of a picture in a tar: its own where a tar may hold it, else png."""
+    """Extension and content of a picture in a tar: its own where a tar may hold it, else png."""
     extension = path.rpartition(".")[2].lower().replace("jfif", "jpg")
     if extension in IMAGE_EXTENSIONS:
         return extension, image

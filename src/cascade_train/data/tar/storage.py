@@ -51,7 +51,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def stat(self, url: str) -> StoredObject:
-        """Return size and version of an object.
+        """Size and version of an object.
 
         A ConfigError where it is not there or may not be read, a RunError where the store cannot be reached.
         """
@@ -65,7 +65,7 @@ class Store(abc.ABC):
         """
 
     def open(self, item: StoredObject) -> BinaryIO:
-        """Return the object as a file, for reading from its beginning to its end with skips."""
+        """The object as a file, for reading from its beginning to its end with skips."""
         return io.BufferedReader(_ObjectFile(self, item), buffer_size=_CHUNK_BYTES)
 
     def prepare(self) -> None:
@@ -80,7 +80,7 @@ class PerProcess(Generic[T]):
         self._made: tuple[int, T] | None = None
 
     def __call__(self) -> T:
-        """Return this process's own."""
+        """This process's own."""
         if self._made is None or self._made[0] != os.getpid():
             self._made = (os.getpid(), self._make())
         return self._made[1]
@@ -116,7 +116,7 @@ class LocalFiles(Store):
         return Path(item.url).open("rb")
 
     def descriptor(self, path: str) -> int:
-        """Return this process's descriptor of a file, opened for reading."""
+        """This process's descriptor of a file, opened for reading."""
         opened = self._descriptors()
         if path not in opened:
             if len(opened) >= _MAX_OPEN_FILES:
@@ -140,7 +140,7 @@ class ReadAhead(Generic[T]):
         begun.update({row: pool.submit(read, row) for row in rows})
 
     def take(self, row: int, read: Callable[[int], T]) -> T:
-        """Return what reading a row gives, or raise what it raises; wait where it was begun."""
+        """What reading a row gives or raises; waits where it was begun."""
         begun = self._begun().pop(row, None)
         return read(row) if begun is None else begun.result()
 
@@ -202,7 +202,7 @@ class S3(Store):
         raise RunError(f"reading {item.url} failed {ATTEMPTS} times: the connection was cut before {size} bytes came")
 
     def list_prefix(self, url: str) -> list[StoredObject]:
-        """Return every object whose key begins with the prefix of `s3://bucket/prefix`, sorted. Raises as `stat`."""
+        """Every object whose key begins with the prefix of `s3://bucket/prefix`, sorted. Raises as `stat`."""
         bucket, prefix = _parse_url(url)
         pages = self._client().get_paginator("list_objects_v2")
         every = "Contents || `[]`"  # no key where there is no object
