@@ -118,7 +118,15 @@ def test_roles_hold_where_names_are_for_type_checkers_alone(tmp_path: Path, monk
     assert fits("cpu", parameters(import_target("own_roles.Mine"))[0]["device"].hint)
 
 
-WAITS = ("num_workers", "worker_start", "max_wait_seconds", "max_unreadable_share", "num_examples_to_see", "on_change")
+WAITS = (
+    "num_workers",
+    "worker_start",
+    "max_wait_seconds",
+    "max_unreadable_share",
+    "num_examples_to_see",
+    "on_change",
+    "exclude",
+)
 FREE_OF_EVERY_SOURCE = {f"data.{name}" for name in WAITS}
 
 
