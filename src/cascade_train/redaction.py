@@ -94,19 +94,19 @@ def redacted(value: Any, name: str = "") -> Any:
 
 
 def printable(text: str, *, kept: str = "") -> str:
-    """Return a text from outside as a terminal takes it: what cannot be printed, and is not kept, is escaped."""
+    """A text from outside as a terminal takes it: what cannot be printed, and is not kept, is escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
 
 
 def logged(text: str) -> str:
-    """Return a message as it is shown: secrets hidden, no control characters but ends of lines, of bounded length."""
+    """A message as it is shown: secrets hidden, no control characters but ends of lines, of bounded length."""
     return printable(shortened(redact(text), LONGEST_LOGGED), kept="\n\t")
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return a text that comes from outside at a length that a message can hold: its beginning and its end."""
+    """A text that comes from outside at a length that a message can hold: its beginning and its end."""
     if len(text) <= longest:
         return text
     return f"{text[: longest // 2]}[... {len(text) - longest // 2 * 2} characters ...]{text[-(longest // 2) :]}"
@@ -148,7 +148,7 @@ def log_shown(level: int) -> Iterator[None]:
 
 
 def _program_and_tars(command: str) -> str:
-    """Return the program of a shell command, and those of its words that name tars."""
+    """Program of a shell command, and those of its words that name tars."""
     program, *words = command.split()
     shown = [name[0] if (name := re.match(r"[\w./+-]+", program)) else HIDDEN]
     if shown[0] != program:

@@ -75,7 +75,7 @@ class EvaluateArgs(SamplingArgs):
         self.prompts = read_prompts(self.prompts)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of `Settings`."""
+        """Arguments of `Settings`."""
         keys = ("count", "samples", "real_samples", "seed", "batch_size", "height", "width", "compression")
         values = {key: getattr(self, key) for key in (*keys, "features", "resize", "clip", "lpips")}
         return {**values, "prompts": tuple(self.prompts), "real": tuple(listed(self.real))}

@@ -55,7 +55,7 @@ def plan(args: PlanArgs, cfg: DictConfig) -> int:
 
 
 def planned(args: PlanArgs, cfg: DictConfig) -> Plan:
-    """Return the plan of a configuration from `checked`; a ConfigError where the run would be refused."""
+    """Plan of a configuration from `checked`; a ConfigError where the run would be refused."""
     from cascade_train.assembly.planning.plan import make_plan  # heavy: torch and everything above it
 
     assert args.ranks is not None
@@ -63,7 +63,7 @@ def planned(args: PlanArgs, cfg: DictConfig) -> Plan:
 
 
 def checked(args: PlanArgs, cfg: DictConfig) -> DictConfig:
-    """Return a configuration as a training on `ranks` has it; files that it must name may be left out."""
+    """A configuration as a training on `ranks` has it; files that it must name may be left out."""
     for key in sorted(OmegaConf.missing_keys(cfg)):
         node, _, name = key.rpartition(".")
         options = OmegaConf.to_container(OmegaConf.select(cfg, node), resolve=False) if node else {}

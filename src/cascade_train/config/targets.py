@@ -35,7 +35,7 @@ CONFINED = ("cascade_train", "torch")
 
 
 def is_component(value: Any) -> bool:
-    """Return whether a value names a `_target_`."""
+    """Whether a value names a `_target_`."""
     return isinstance(value, Mapping) and "_target_" in value
 
 
@@ -57,8 +57,8 @@ def check_targets(nodes: Mapping[str, Any], allowed: Sequence[str] | None) -> No
     Raises:
         ConfigError: a target that is not allowed, not there, or cannot be imported.
     """
-    found = [(place, each["_target_"]) for key, node in nodes.items() for place, each in components_in(key, node)]
-    for place, target in found:
+    targets = [(place, each["_target_"]) for key, node in nodes.items() for place, each in components_in(key, node)]
+    for place, target in targets:
         if not isinstance(target, str) or "." not in target:
             raise ConfigError(
                 f"{place}._target_={target!r} must be the dotted path of a class, e.g. torch.optim.AdamW."
@@ -70,7 +70,7 @@ def check_targets(nodes: Mapping[str, Any], allowed: Sequence[str] | None) -> No
                 f"Allow it: 'run.allowed_packages=[{','.join([*allowed, package])}]', or any by "
                 "run.allow_any_target=true."
             )
-    for place, target in found:
+    for place, target in targets:
         try:
             if allowed is None or target.partition(".")[0] not in CONFINED or _lies_in(target, COMPONENTS):
                 component = import_target(target)
@@ -120,7 +120,7 @@ def import_target(target: str) -> Any:
 
 
 def class_constant(target: str, name: str) -> Any:
-    """Return the value that the class a target names has for all its objects; None where there is none."""
+    """Value that the class a target names has for all its objects; None where there is none."""
     try:
         value = getattr(import_target(target), name, None)
     except ConfigError:
@@ -160,6 +160,6 @@ def _is_class_in(target: str, places: Sequence[str]) -> bool:
 
 
 def inherited(made: type, bases: Sequence[str]) -> list[str]:
-    """Return those of some dotted paths of classes that a class inherits from."""
+    """Those of some dotted paths of classes that a class inherits from."""
     own = {f"{base.__module__}.{base.__qualname__}" for base in made.__mro__}
     return [base for base in bases if base in own]

@@ -80,13 +80,13 @@ def _opening(path: Path) -> Any:
 
 
 def read_regular(path: Path, *, limit: int = WHOLE_BYTES) -> bytes:
-    """Return the content of a file, opened as by `open_regular`; every fault is a ConfigError."""
+    """Content of a file, opened as by `open_regular`; every fault is a ConfigError."""
     with _opening(path), open_regular(path, limit=limit) as file:
         return file.read(os.fstat(file.fileno()).st_size)
 
 
 def load_mapping(path: Path, origin: str = "", limit: int = WHOLE_BYTES, /, **kinds: ValueType) -> dict[str, Any]:
-    """Return the mapping in a JSON file, or by its ending a YAML file, which has values of some kinds.
+    """Mapping in a JSON file, or by its ending a YAML file, which has values of some kinds.
 
     A ConfigError where it cannot be read, or holds something else; `origin` names the file.
     """
@@ -99,12 +99,12 @@ def load_mapping(path: Path, origin: str = "", limit: int = WHOLE_BYTES, /, **ki
 
 
 def stored_mapping(path: Path, *, key: str | None = None) -> dict[str, Any]:
-    """Return the mapping in a file, empty where it is missing; a ConfigError of `key` if damaged."""
+    """Mapping in a file, empty where it is missing; a ConfigError of `key` if damaged."""
     return load_mapping(path, f"{key}={path}" if key else "", MAX_BYTES) if path.is_file() else {}
 
 
 def read_mapping(path: Path, **kinds: ValueType) -> dict[str, Any]:
-    """Return the mapping in a file, without values of other types; empty if it cannot be read."""
+    """Mapping in a file, without values of other types; empty if it cannot be read."""
     try:
         return _of_kinds(load_mapping(path), kinds)
     except ConfigError:

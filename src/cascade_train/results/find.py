@@ -54,7 +54,7 @@ def find_model(source: str, *, key: str, part: str | None, allow_any_target: boo
 
 
 def _published(source: str, key: str, part: str | None) -> DictConfig:
-    """Return the configuration of published weights and the frozen parts beside them."""
+    """Configuration of published weights and the frozen parts beside them."""
     if (cfg := pipeline_config(source)) is not None:
         return cfg
     model = _packaged_model(source, part) if is_packaged(source) else _size_of(source, key, part)
@@ -73,7 +73,7 @@ def _published(source: str, key: str, part: str | None) -> DictConfig:
 
 
 def _packaged_model(source: str, part: str | None) -> str:
-    """Return the model that a folder of the packaged weights belongs to."""
+    """Model that a folder of the packaged weights belongs to."""
     folder = source.partition("/")[2].partition("/")[0]
     if f"{folder}_tiny" in option_files("model"):
         return f"{folder}_tiny"
@@ -87,7 +87,7 @@ def whole_pipeline(source: str) -> tuple[Family, Path, str] | None:
 
 
 def pipeline_config(source: str) -> DictConfig | None:
-    """Return the checked configuration of a whole pipeline; None = it is none."""
+    """Checked configuration of a whole pipeline; None = it is none."""
     found = whole_pipeline(source)
     if found is None:
         return None
@@ -109,7 +109,7 @@ def use_codec(model: TrainedModel, codec: str) -> None:
 
 
 def stored_network(source: str, *, model: str | None, key: str, allow_any_target: bool) -> Any:
-    """Return the network that `source` belongs to, on the meta device.
+    """Network that `source` belongs to, on the meta device.
 
     `source` is a run, its export or a folder in it, another folder, a file, or a hub id. Without `model`, an option of
     that group, the network is the run's, else of the published size that the tensors have.
@@ -150,7 +150,7 @@ def _size_of(source: str, key: str, part: str | None) -> str | None:
 
 
 def run_of(path: Path) -> Path | None:
-    """Return the folder that holds the configuration of the run that left `path`; None = no run did."""
+    """Folder that holds the configuration of the run that left `path`; None = no run did."""
     folder = path.parent if path.is_file() else path
     inside = {"lora", PIPELINE, "export", *(part for family in families() for part in family.parts)}
     while not (folder / CONFIG_NAME).is_file():

@@ -110,7 +110,7 @@ def fit_sizes(
     width: int | None,
     compression: float | None,
 ) -> Sizes:
-    """Return the sizes of what is sampled. Builds nothing.
+    """Sizes of what is sampled. Builds nothing.
 
     Stage C samples ceil(side / compression) latent positions for a finished picture, as the original does. Without a
     size, they are as many as it was trained with.
@@ -145,7 +145,7 @@ def fit_sizes(
 
 
 def _decoded_multiples(stage: Any, model: TrainedModel, decoder: TrainedModel) -> tuple[int, int]:
-    """Return the pixels of one position of Stage B, at its first and at its last level."""
+    """Pixels of one position of Stage B, at its first and at its last level."""
     second = build_component(decoder.cfg, "model")
     if "reconstruction" not in second.abilities:
         raise ConfigError(f"{decoder.origin}: is {second.name}; after Stage C comes a Stage B. Name one.")
@@ -247,7 +247,7 @@ def sample_images(
 
 
 def draws(seed: int, batch: PromptBatch, stream: str) -> Draws:
-    """Return the seeded draws of noise for a batch's images: `stream` names the stage that samples."""
+    """Seeded draws of noise for a batch's images: `stream` names the stage that samples."""
 
     def generators(_: str) -> list[torch.Generator]:
         return [torch.Generator().manual_seed(sample_seed(seed, 0, number, stream)) for number in batch.numbers]
@@ -265,7 +265,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, stage: Any) -> Fingerprint:
-        """Return the fingerprint of a built stage's compressor."""
+        """Fingerprint of a built stage's compressor."""
         compressor = stage.semantic_compressor
         hashed = hashlib.sha256(type(compressor).__name__.encode())
         for name, value in chain(compressor.module.named_parameters(), compressor.module.named_buffers()):
@@ -310,7 +310,7 @@ class GuideFiles:
     side: int
 
     def guide(self, prompts: Sequence[int], numbers: Sequence[int]) -> Guide | None:
-        """Return the guide of images, by index of each one's prompt, and number."""
+        """Guide of images, by index of each one's prompt, and number."""
         if not (self.paths or self.starts or self.variations):
             return None
         return Guide(
@@ -333,7 +333,7 @@ class GuideFiles:
 
 
 def read_picture(key: str, path: str, size: Size) -> np.ndarray:
-    """Return a picture, for "control" a map, as (C, *size) uint8, center-cropped."""
+    """A picture, for "control" a map, as (C, *size) uint8, center-cropped."""
     try:
         with open_regular(Path(path).expanduser(), limit=PICTURE_BYTES) as file, Image.open(file) as stored:
             upright = ImageOps.exif_transpose(stored)

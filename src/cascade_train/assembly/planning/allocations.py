@@ -50,11 +50,11 @@ class ShapeCache(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return what an operation returns."""
+        """What an operation returns."""
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return what an operation returns."""
+        """What an operation returns."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.ones((), dtype=args[0].dtype).item()
         if id(func) in self._refused:
@@ -191,11 +191,11 @@ class Allocations(TorchDispatchMode):
                 record.label = new
 
     def operations(self, begin: int) -> list[Any]:
-        """Return the operation of each moment of `curves`; None = what was before the first."""
+        """Operation of each moment of `curves`; None = what was before the first."""
         return self._operations[begin : self.tick + 1]
 
     def curves(self, begin: int) -> dict[str, np.ndarray]:
-        """Return the bytes allocated when each operation from number `begin` on has ended, (T,) int64 by label.
+        """Bytes allocated when each operation from number `begin` on has ended, (T,) int64 by label.
 
         What an operation frees still counts during it.
         """

@@ -72,7 +72,7 @@ class Budget:
         return not any(typed in blocking or typed.startswith(f"{key}.") for typed in self.kept)
 
     def usable_bytes(self, asked_gb: float | str | None = None) -> float:
-        """Return the bytes that a run may fill of each device, or of `memory.budget_gb`."""
+        """Bytes that a run may fill of each device, or of `memory.budget_gb`."""
         gb = self.gb if asked_gb is None or isinstance(asked_gb, str) else asked_gb
         return gb * 1e9 * (USABLE if self.on_cuda else HOST_USABLE)
 
@@ -87,7 +87,7 @@ def free_gb(device: torch.device, machine_ranks: int) -> tuple[float, float]:
 
 
 def free_host_bytes() -> int:
-    """Return the free memory of this machine, or what a limit of this job's leaves (cgroup v2)."""
+    """Free memory of this machine, or what a limit of this job's leaves (cgroup v2)."""
     system = Path("/proc/meminfo")
     if not system.is_file():  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -108,6 +108,6 @@ def _left_by_limits() -> Iterator[int]:
 
 
 def as_gb(count: float) -> str:
-    """Return a number of bytes in GB, with as many digits as matter."""
+    """A number of bytes in GB, with as many digits as matter."""
     gb = count / 1e9
     return f"{gb:.1f}" if gb >= 9.95 else f"{gb:.2f}" if gb >= 0.095 or gb == 0 else f"{gb:.1g}"

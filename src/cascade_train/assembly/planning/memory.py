@@ -78,7 +78,7 @@ class Memory:
     context: int = CONTEXT_BYTES
 
     def over(self, ranks: int) -> Memory:
-        """Return the memory of a rank that gathers weights, from others or from the host."""
+        """Memory of a rank that gathers weights, from others or from the host."""
         if ranks == 1 and WEIGHTS not in self.on_host:
             return self
         fixed = {name: curve / ranks if name in STATE else curve for name, curve in self.fixed.items()}
@@ -99,19 +99,19 @@ class Memory:
         curves = {name: fixed[name] + micro_batch_size * self.each[name] for name in device}
         curves[BATCH] = curves[BATCH] + waiting * self.each[BATCH].max()
         moment = int(sum(curves.values()).argmax())
-        found = {name: round(float(curve[moment])) for name, curve in curves.items()}
-        return {**found, "context": self.context} if self.context else found
+        labels = {name: round(float(curve[moment])) for name, curve in curves.items()}
+        return {**labels, "context": self.context} if self.context else labels
 
     def total(self, micro_batch_size: int, accumulated: int = 1) -> int:
-        """Return the bytes of the peak."""
+        """Bytes of the peak."""
         return sum(self.peak(micro_batch_size, accumulated).values())
 
     def host_bytes(self) -> int:
-        """Return the bytes of what lies in host memory, and of copies for saves."""
+        """Bytes of what lies in host memory, and of copies for saves."""
         return self.copies + round(sum(float(self.fixed[name].max()) for name in self.on_host if name in self.fixed))
 
     def largest(self, limit_bytes: float, sizes: Sequence[int], samples: int) -> int | None:
-        """Return the largest of some micro-batch sizes, which rise, whose peak is within a limit; None = none is.
+        """Largest of some micro-batch sizes, which rise, whose peak is within a limit; None = none is.
 
         `samples` are those of the rank in a step.
         """
@@ -134,7 +134,7 @@ def layout_of(cfg: DictConfig, budget: Budget) -> Memory:
 
 
 def over_ranks(cfg: DictConfig, memory: Memory, ranks: int, *, machine_ranks: int, device_gb: float) -> Memory:
-    """Return a rank's memory when the run's mode shards the weights over this many ranks."""
+    """A rank's memory when the run's mode shards the weights over this many ranks."""
     mode, memory = cfg.parallel.mode.value, dataclasses.replace(memory, copies=-(-memory.copies // ranks))
     if cfg.parallel.cpu_offload and (mode in ("single", "ddp") or ranks == 1):
         return memory.over(1)
@@ -161,21 +161,21 @@ def memory_of(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, MemoryT
     if key not in _TRACED:
         parts = build_parts(bare)
         batches = cached_batches(cfg, parts, SIZES) if is_cached else [blank_batch(bare, parts, n) for n in SIZES]
-        steps = trace_steps(bare, parts, batches, on_cuda=on_cuda)
-        _TRACED[key] = between(steps, sizes=SIZES), steps
-    memory, steps = _TRACED[key]
+        trace = trace_steps(bare, parts, batches, on_cuda=on_cuda)
+        _TRACED[key] = between(trace, sizes=SIZES), trace
+    memory, trace = _TRACED[key]
     on_host, fixed = set(STATE) if cfg.parallel.cpu_offload else set[str](), memory.fixed
     if cfg.ema.device is not None and not on_host and AVERAGE in fixed:
         on_host = {AVERAGE}
         fixed = {**fixed, AVERAGE: fixed[AVERAGE] * _with_weights(cfg)}
-    copies = steps.checkpoint_bytes if cfg.checkpoint.asynchronous else 0
+    copies = trace.checkpoint_bytes if cfg.checkpoint.asynchronous else 0
     context, host = CONTEXT_BYTES if on_cuda else 0, frozenset(on_host)
-    found = Memory(fixed=fixed, each=memory.each, gathered=steps.gathered, on_host=host, copies=copies, context=context)
-    return found, steps
+    whole = Memory(fixed=fixed, each=memory.each, gathered=trace.gathered, on_host=host, copies=copies, context=context)
+    return whole, trace
 
 
 def _with_weights(cfg: DictConfig) -> float:
-    """Return the factor by which averages on the host grow with the copies of weights that update them.
+    """Factor by which averages on the host grow with the copies of weights that update them.
 
     `ema` and `post_hoc` have one each, of the size of an average.
     """
@@ -197,7 +197,7 @@ def divisors(count: int) -> list[int]:
 
 
 def blank_batch(cfg: DictConfig, parts: Parts, size: int) -> Batch:
-    """Return a batch of blank samples of the largest shape, whose draws need the most memory."""
+    """A batch of blank samples of the largest shape, whose draws need the most memory."""
     source = build_component(cfg, "data")
     height, width = max(source.bucket_table(None).sizes_K2.tolist(), key=lambda each: each[0] * each[1])
     tensors: dict[str, Tensor] = {}
@@ -227,20 +227,20 @@ class WorstCaseBatch(Batch):
     """A batch whose draws take the most memory: every image is a condition, and none shrinks."""
 
     def uniform(self, purpose: str) -> Tensor:
-        """Return the end of [0, 1) that takes more memory, (B,)."""
+        """End of [0, 1) that takes more memory, (B,)."""
         return torch.full((len(self),), 1.0 - 1e-6 if purpose == "shrink" else 0.0)
 
 
-def between(steps: MemoryTrace, *, sizes: tuple[int, int]) -> Memory:
-    """Return the memory that follows from two micro-batches, by the moments that both have.
+def between(trace: MemoryTrace, *, sizes: tuple[int, int]) -> Memory:
+    """Memory that follows from two micro-batches, by the moments that both have.
 
     All of them, unless something is done sample by sample: then those before and after it, and its peak.
     """
-    first, second = steps.operations
+    first, second = trace.operations
     before = _shared_prefix(first, second)
     after = _shared_prefix(first[before:][::-1], second[before:][::-1])
     is_in_both = min(len(first), len(second)) > before + after
-    small, large = (_joined(curves, before, after, peak=is_in_both) for curves in steps.curves)
+    small, large = (_joined(curves, before, after, peak=is_in_both) for curves in trace.curves)
     names = list(dict.fromkeys([*small, *large]))
     none = np.zeros_like(next(iter(small.values())))
     step = sizes[1] - sizes[0]
@@ -254,7 +254,7 @@ def _shared_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def _joined(curves: Curves, before: int, after: int, *, peak: bool) -> Curves:
-    """Return the first and last moments of curves, and the one between them that needs the most."""
+    """First and last moments of curves, and the one between them that needs the most."""
     end = len(next(iter(curves.values()))) - after
     needed = np.sum(list(curves.values()), axis=0)[before:end]
     middle = [before + int(needed.argmax())] if peak else []

@@ -213,7 +213,7 @@ def _parameter_counts(parts: Parts, phases: Sequence[Phase]) -> dict[str, tuple[
 
 
 def _gathered(phase: Phase, dtype: torch.dtype, *, kept: bool) -> int:
-    """Return the bytes that FSDP2 gathers at once.
+    """Bytes that FSDP2 gathers at once.
 
     What lies in no unit, the largest unit twice (the next one is gathered before), or all units where they are kept for
     backward; and the gradients of a unit, which are exchanged in fp32. What is gathered at once takes 8 bytes a number
@@ -224,7 +224,7 @@ def _gathered(phase: Phase, dtype: torch.dtype, *, kept: bool) -> int:
     def whole(parameters: Iterable[nn.Parameter]) -> int:
         return sum(p.numel() * (dtype.itemsize if p.is_floating_point() else p.element_size()) for p in parameters)
 
-    found = 0
+    gathered = 0
     for name, root in phase.modules.items():
         alone = gathered_alone(root, phase.units[name], gather_whole=name in phase.gathered_whole)
         units = [[p for module in unit for p in module.parameters()] for unit in alone]
@@ -233,8 +233,8 @@ def _gathered(phase: Phase, dtype: torch.dtype, *, kept: bool) -> int:
         doubled = 0 if kept else 2
         largest = max((doubled * size + (dtype.itemsize + 4) * trains for size, trains in sizes), default=0)
         at_once = rest + largest + (sum(size for size, _ in sizes) if kept else 0)
-        found += at_once if units else max(rest, 8 * sum(p.numel() for p in root.parameters() if p.requires_grad))
-    return found
+        gathered += at_once if units else max(rest, 8 * sum(p.numel() for p in root.parameters() if p.requires_grad))
+    return gathered
 
 
 def _bytes(state: Any) -> int:
@@ -255,12 +255,12 @@ class NoFilter(ControlFilter):
         self.node = instead_of.node  # type: ignore[method-assign]
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
-        """Return the maps of the batch."""
+        """Maps of the batch."""
         return float_map
 
 
 def on_meta(value: Any) -> Any:
-    """Return a prepared batch on the meta device, except what a loss reads on the host."""
+    """A prepared batch on the meta device, except what a loss reads on the host."""
     moved = {
         field.name: tree_map_only(Tensor, lambda tensor: tensor.to(META), getattr(value, field.name))
         for field in dataclasses.fields(value)
@@ -270,7 +270,7 @@ def on_meta(value: Any) -> Any:
 
 
 def unloaded(cfg: DictConfig) -> DictConfig:
-    """Return a configuration of the same sizes that names no weights to read."""
+    """A configuration of the same sizes that names no weights to read."""
     cfg = cfg.copy()
     with open_dict(cfg):
         cfg.model.weights = None

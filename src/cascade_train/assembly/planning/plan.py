@@ -82,7 +82,7 @@ class Plan:
     host_bytes: int = 0
 
     def __str__(self) -> str:
-        """Return the plan as text."""
+        """Plan as text."""
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
@@ -147,7 +147,7 @@ ASSUMPTIONS = (
 
 
 def make_plan(cfg: DictConfig, *, ranks: int, device: str, opens_data: bool) -> Plan:
-    """Return the plan of a checked configuration on a number of ranks of a device."""
+    """Plan of a checked configuration on a number of ranks of a device."""
     samples = look(cfg, ranks=ranks) if opens_data else Samples(notes=["not opened"])
     gb = DEVICES[device].gb
     budget = Budget(gb=gb, ranks=ranks, machine_ranks=min(ranks, MACHINE_RANKS), kept=typed_keys())
@@ -164,7 +164,7 @@ def make_plan(cfg: DictConfig, *, ranks: int, device: str, opens_data: bool) -> 
     newest, older = _kept(changed(cfg, {"checkpoint.every_steps": every}), _steps(cfg, samples))
     tflops = DEVICES[device].tflops * (1.0 if cfg.train.precision.value == "bf16" else TF32_SHARE)
     per_step = (trace.flops * batch / ranks + trace.update_flops) / (tflops * 1e12 * ASSUMED_MFU)
-    found = Plan(
+    plan = Plan(
         title=f"{cfg.run.name}: {_name(cfg.task)} of {_name(cfg.model)}, {cfg.model.image_size} px,"
         f" {cfg.train.precision.value}, parallel={cfg.parallel.mode.value}"
         + (", activation_checkpointing" if cfg.activation_checkpointing else ""),
@@ -189,23 +189,23 @@ def make_plan(cfg: DictConfig, *, ranks: int, device: str, opens_data: bool) -> 
         chosen=chosen,
         host_bytes=layouts[ranks].host_bytes(),
     )
-    warnings += _warnings(cfg, found, every)
-    return dataclasses.replace(found, warnings=tuple(warnings))
+    warnings += _warnings(cfg, plan, every)
+    return dataclasses.replace(plan, warnings=tuple(warnings))
 
 
 def _micro(batch: int, own: int, ranks: int) -> int | None:
-    """Return the largest micro-batch size up to the run's own; None = none divides."""
+    """Largest micro-batch size up to the run's own; None = none divides."""
     share, rest = divmod(batch, ranks)
     return None if rest else max(size for size in divisors(share) if size <= own)
 
 
 def _largest(memory: Memory, share: int) -> dict[int, int | None]:
-    """Return the largest micro-batch size that fits each of `SIZES_GB`."""
+    """Largest micro-batch size that fits each of `SIZES_GB`."""
     return {gb: memory.largest(gb * 1e9 * USABLE, range(1, share + 1), share) for gb in SIZES_GB}
 
 
 def _steps(cfg: DictConfig, samples: Samples) -> int | None:
-    """Return the optimizer steps of a run, without its data by limits alone; None = unknown."""
+    """Optimizer steps of a run, without its data by limits alone; None = unknown."""
     if samples.steps is not None:
         return samples.steps
     seen = cfg.data.get("num_examples_to_see")
@@ -214,7 +214,7 @@ def _steps(cfg: DictConfig, samples: Samples) -> int | None:
 
 
 def _between_saves(cfg: DictConfig, samples: Samples) -> int | None:
-    """Return the steps between checkpoints; None = there is only the final one."""
+    """Steps between checkpoints; None = there is only the final one."""
     rule = cfg.checkpoint
     if rule.every_epochs is None or samples.saved_steps is not None:
         return rule.every_steps if rule.every_epochs is None else samples.saved_steps
@@ -222,7 +222,7 @@ def _between_saves(cfg: DictConfig, samples: Samples) -> int | None:
 
 
 def _kept(cfg: DictConfig, steps: int | None) -> tuple[int, int]:
-    """Return how many checkpoints stay for being new, and how many at most else."""
+    """How many checkpoints stay for being new, and how many at most else."""
     rule = cfg.checkpoint
     if steps is None:
         return rule.keep_last or 1, rule.keep_best or 0

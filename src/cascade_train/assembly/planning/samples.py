@@ -120,7 +120,7 @@ def _sizes(part: Rows) -> list[tuple[int, int, int]]:
 
 
 def _max_tokens(encoder: Mapping[str, Any]) -> int:
-    """Return the tokens of a caption that a text encoder takes, start and end included."""
+    """Tokens of a caption that a text encoder takes, start and end included."""
     pieces = LONG_PIECES if encoder.get("long_captions") else 1
     return (int(encoder.get("max_tokens", 77)) - 2) * pieces + 2
 

@@ -65,7 +65,7 @@ def fit(cfg: DictConfig, world: World) -> None:
 
 
 def chosen(cfg: DictConfig, budget: Budget) -> Values:
-    """Return what to set, and log it; nothing if no step can be traced and no choice is asked for."""
+    """Log and return what to set; nothing if no step can be traced and no choice is asked for."""
     try:
         saved = saved_choice(cfg, budget)
         choice = choose(changed(cfg, saved), replace(budget, kept={*budget.kept, *saved}))

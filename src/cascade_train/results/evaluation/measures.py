@@ -125,7 +125,7 @@ class Pictures:
     world: World
 
     def features(self, extract: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the pictures' features by number, (N, D) fp32 on the host. Collective."""
+        """Pictures' features by number, (N, D) fp32 on the host. Collective."""
 
         def of(batch: tuple[int, ...]) -> Tensor:
             images = self.read(batch)
@@ -143,7 +143,7 @@ class Pictures:
         return {"clip_score": max(0.0, float(score_N.mean()))}
 
     def pair_measures(self, originals: Read, lpips: Lpips | None) -> dict[str, float]:
-        """Return the means of `psnr`, `ssim` and `lpips` of pictures against their originals. Collective.
+        """Means of `psnr`, `ssim` and `lpips` of pictures against their originals. Collective.
 
         An original is brought to its picture's size by area, where that is smaller, as a preview is.
         """
@@ -165,7 +165,7 @@ class Pictures:
         return torch.stack(list(images)).to(self.world.device, non_blocking=True).float() / 255
 
     def _rows(self, of: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
-        """Return the rows that ranks make of their batches, by number. Collective."""
+        """Rows that ranks make of their batches, by number. Collective."""
         ranks = range(self.world.ranks)
         shares = [self.batches[rank :: self.world.ranks] for rank in ranks]
         gathered = from_every_rank(lambda: [of(batch) for batch in shares[self.world.rank]])

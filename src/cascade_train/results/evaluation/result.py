@@ -114,7 +114,7 @@ class Evaluation:
         write_durably(folder / METRICS, json.dumps(self.plain(), indent=2) + "\n")
 
     def _columns(self, folder: Path, firsts: range) -> dict[str, list[Image.Image]]:
-        """Return the columns of the grid: the original, where there is one, and the pictures of a prompt."""
+        """Columns of the grid: the original, where there is one, and the pictures of a prompt."""
         read, columns = Folder(folder).read, dict[str, list[Image.Image]]()
         if self.originals is not None:
             columns["original"] = [to_pil_image(self.originals((number,))[0]) for number in firsts]
