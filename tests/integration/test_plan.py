@@ -38,8 +38,8 @@ def test_a_plan_says_what_the_run_then_does(tmp_path: Path):
     found = plan(*SMALL, *own, *more)
     run = train(tmp_path / "run", *own, *more)
     checkpoints = sorted((run / "checkpoints").glob("step_*"))
-    assert found.steps == int(checkpoints[-1].name.removeprefix("step_")) == 4
-    assert len(checkpoints) == found.checkpoints == 2
+    assert found.steps == int(checkpoints[-1].name.removeprefix("step_")) == 6
+    assert len(checkpoints) == found.checkpoints == 3
     written = sum(file.stat().st_size for folder in checkpoints for file in folder.rglob("*"))
     assert found.disk_bytes == pytest.approx(written, rel=0.1), "each tensor has a kilobyte beside it"
     exported = sum(file.stat().st_size for file in (run / "export/prior/prior").rglob("*.safetensors"))
