@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench import parity_schedules
 from cascade_train.diffusion import loss_weight, noise_condition, scaling, target
 from cascade_train.diffusion import schedule as schedules
-from cascade_train.diffusion.adaptive_schedule import AdaptiveTrainSchedule
 from cascade_train.diffusion.objective import Objective
 
 CLAMP = [1e-4, 0.9999]
 NAMES: dict[str, tuple[type, list[str], dict[str, Any]]] = {
     "CosineSchedule": (schedules.CosineSchedule, ["s"], {"s": 0.008, "clamp_range": CLAMP}),
-    "CosineSchedule2": (schedules.CosineLogSNRSchedule, ["logsnr_range"], {"logsnr_range": [-15, 15]}),
-    "SqrtSchedule": (schedules.SqrtSchedule, ["s"], {"s": 1e-4, "clamp_range": CLAMP}),
+    "CosineSchedule2": (parity_schedules.CosineLogSNRSchedule, ["logsnr_range"], {"logsnr_range": [-15, 15]}),
+    "SqrtSchedule": (parity_schedules.SqrtSchedule, ["s"], {"s": 1e-4, "clamp_range": CLAMP}),
     "RectifiedFlowsSchedule": (schedules.RectifiedFlowSchedule, ["logsnr_range"], {"logsnr_range": [-15, 15]}),
     "EDMSampleSchedule": (schedules.EDMSampleSchedule, ["sigma_range", "p"], {"sigma_range": [0.002, 80], "p": 7}),
     "EDMTrainSchedule": (
@@ -24,15 +24,19 @@ NAMES: dict[str, tuple[type, list[str], dict[str, Any]]] = {
         ["mu", "std"],
         {"sigma_range": [0.002, 80], "p": 7, "mu": -1.2, "std": 1.2},
     ),
-    "LinearSchedule": (schedules.LinearSchedule, ["logsnr_range"], {"logsnr_range": [-10, 10]}),
+    "LinearSchedule": (parity_schedules.LinearSchedule, ["logsnr_range"], {"logsnr_range": [-10, 10]}),
     "StableDiffusionSchedule": (
         schedules.ScaledLinearSchedule,
         ["linear_range", "total_steps"],
         {"linear_range": [0.00085, 0.012], "total_steps": 1000},
     ),
-    "InterpolatedSchedule": (schedules.InterpolatedSchedule, ["first", "second", "shifts"], {"shifts": [1.0, 1.0]}),
+    "InterpolatedSchedule": (
+        parity_schedules.InterpolatedSchedule,
+        ["first", "second", "shifts"],
+        {"shifts": [1.0, 1.0]},
+    ),
     "AdaptiveTrainSchedule": (
-        AdaptiveTrainSchedule,
+        parity_schedules.AdaptiveTrainSchedule,
         ["logsnr_range", "buckets", "min_probs"],
         {"logsnr_range": [-10, 10], "buckets": 100, "min_probs": 0.0, "duplicates": "last", "outside": "first"},
     ),

@@ -94,8 +94,7 @@ class _VarianceSchedule(Schedule):
     """A curve of the signal's variance a^2.
 
     Attributes:
-        s: offset of the time, in [0, 1], which keeps the first steps from being too small; for the square root with
-            `norm_instead`, at most about 2e-4.
+        s: offset of the time, in [0, 1], which keeps the first steps from being too small.
         clamp_range: lowest and highest a^2, within (0, 1).
         norm_instead: map a^2 linearly into the range instead of clamping it.
     """
@@ -126,13 +125,6 @@ class CosineSchedule(_VarianceSchedule):
         return self((1 - u_B + 0.001).clamp(0.001, 1.0), shift=shift)
 
 
-class SqrtSchedule(_VarianceSchedule):
-    """Square root in the signal's variance (Li et al. 2022, "Diffusion-LM", appendix A)."""
-
-    def _variance(self, t_B: Tensor) -> Tensor:
-        return 1 - (t_B + self.s).sqrt()
-
-
 @dataclass(frozen=True, kw_only=True)
 class _BoundedSchedule(Schedule):
     """A curve between two bounds.
@@ -144,29 +136,12 @@ class _BoundedSchedule(Schedule):
     logsnr_range: Rising[list[float]]
 
 
-class CosineLogSNRSchedule(_BoundedSchedule):
-    """Cosine between two bounds of logSNR (Hoogeboom et al. 2023, eq. 1 with bounds; gdf's second cosine)."""
-
-    def _curve(self, t_B: Tensor) -> Tensor:
-        low, high = self.logsnr_range
-        start, end = math.atan(math.exp(-0.5 * high)), math.atan(math.exp(-0.5 * low))
-        return -2 * torch.tan(start + t_B * (end - start)).log()
-
-
 class RectifiedFlowSchedule(_BoundedSchedule):
     """Straight line from data to noise, b = t and a = 1 - t (Liu et al. 2022, eq. 1)."""
 
     def _curve(self, t_B: Tensor) -> Tensor:
         low, high = self.logsnr_range
         return (2 * ((1 - t_B) / t_B).log()).clamp(low, high)
-
-
-class LinearSchedule(_BoundedSchedule):
-    """A straight line in logSNR."""
-
-    def _curve(self, t_B: Tensor) -> Tensor:
-        low, high = self.logsnr_range
-        return t_B * (low - high) + high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,32 +287,6 @@ def _with_zero_terminal_snr(beta_N: Tensor) -> Tensor:
     a_N = (1.0 - beta_N).cumprod(0).sqrt()
     var_N = ((a_N - a_N[-1]) * (a_N[0] / (a_N[0] - a_N[-1]))) ** 2
     return 1 - torch.cat([var_N[:1], var_N[1:] / var_N[:-1]])
-
-
-@dataclass(frozen=True, kw_only=True)
-class InterpolatedSchedule(Schedule):
-    """Two schedules mixed by time: the first at t = 1, the second at t = 0 (Hoogeboom et al. 2023, eq. 7).
-
-    Attributes:
-        first: the schedule towards noise.
-        second: the schedule towards data.
-        shifts: a shift for each of the two.
-    """
-
-    first: Schedule
-    second: Schedule
-    shifts: list[float]
-
-    def __post_init__(self) -> None:
-        if len(self.shifts) != 2:
-            raise ConfigError(f"shifts={list(self.shifts)} must be two numbers, one per schedule; give two")
-        check_above("shifts", min(self.shifts), 0.0)
-        super().__post_init__()
-
-    def _curve(self, t_B: Tensor) -> Tensor:
-        t_B = t_B.clamp(1e-7, 1 - 1e-7)
-        first_B, second_B = self.first(t_B, shift=self.shifts[0]), self.second(t_B, shift=self.shifts[1])
-        return first_B * t_B + second_B * (1 - t_B)
 
 
 def scaled_linear_variances(linear_range: list[float], total_steps: int, device: torch.device) -> Tensor:

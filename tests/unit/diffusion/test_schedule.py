@@ -5,40 +5,30 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from cascade_train.diffusion.schedule import (
-    CosineLogSNRSchedule,
     CosineSchedule,
     DDPMSchedule,
     EDMSampleSchedule,
     EDMTrainSchedule,
-    InterpolatedSchedule,
-    LinearSchedule,
     LogitNormalSchedule,
     RectifiedFlowSchedule,
     ScaledLinearSchedule,
     Schedule,
-    SqrtSchedule,
     scaled_linear_variances,
 )
 from cascade_train.errors import ConfigError
 
 COSINE = CosineSchedule(s=0.008, clamp_range=[1e-4, 0.9999])
-LINEAR = LinearSchedule(logsnr_range=[-6.0, 8.0])
 SCHEDULES = {
     "cosine": COSINE,
     "cosine_norm": replace(COSINE, norm_instead=True),
-    "cosine_logsnr": CosineLogSNRSchedule(logsnr_range=[-15.0, 15.0]),
-    "sqrt": SqrtSchedule(s=1e-4, clamp_range=[1e-4, 0.9999]),
     "rectified_flow": RectifiedFlowSchedule(logsnr_range=[-15.0, 15.0]),
     "edm_sample": EDMSampleSchedule(sigma_range=[0.002, 80.0], p=7.0),
     "edm_train": EDMTrainSchedule(sigma_range=[0.002, 80.0], p=7.0, mu=-1.2, std=1.2),
     "logit_normal": LogitNormalSchedule(logsnr_range=[-15.0, 15.0], mu=0.5, std=0.8),
-    "linear": LINEAR,
     "stable_diffusion": ScaledLinearSchedule(linear_range=[0.00085, 0.012], total_steps=1000),
     "ddpm": DDPMSchedule(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, num_train_timesteps=1000),
-    "interpolated": InterpolatedSchedule(first=COSINE, second=LINEAR, shifts=[1.0, 2.0]),
 }
 T = torch.linspace(0, 1, 301)
 
@@ -140,17 +130,9 @@ def test_stable_diffusion_meets_its_knots() -> None:
     torch.testing.assert_close(SCHEDULES["stable_diffusion"](knots / 1000).sigmoid(), var_N[knots], rtol=1e-4, atol=0)
 
 
-def test_interpolation_takes_each_schedule_at_its_end() -> None:
-    ends: Tensor = SCHEDULES["interpolated"](torch.tensor([1.0, 0.0]))
-    torch.testing.assert_close(ends[0], COSINE(torch.tensor(1.0)))
-    torch.testing.assert_close(ends[1], LINEAR(torch.tensor(0.0), shift=2.0), atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: replace(SCHEDULES["sqrt"], s=1e-3, norm_instead=True), "logSNR at t=1 and t=0 is .*must be finite"),
-        (lambda: InterpolatedSchedule(first=COSINE, second=LINEAR, shifts=[1.0]), "two numbers, one per schedule"),
         (lambda: replace(COSINE, discrete_steps=1), "discrete_steps=1 must be greater than"),
         (lambda: EDMSampleSchedule(sigma_range=[0.0, 80.0], p=7.0), r"sigma_range\[0\]=0.0 must be greater"),
         (lambda: replace(SCHEDULES["edm_train"], std=0.0), "std=0.0 must be greater"),

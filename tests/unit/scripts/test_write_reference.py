@@ -49,7 +49,7 @@ def test_every_option_of_a_component_has_its_keys() -> None:
 def test_every_command_has_its_options() -> None:
     lines = list(write_reference.command_options())
     assert {line.removeprefix("## ") for line in lines if line.startswith("## ")} == commands().keys() - {"train"}
-    assert "| `from` | must be given | The run; while it trains, nothing in it can be changed |" in lines
+    assert any(line.startswith("| `from` | must be given |") for line in lines)
     assert any(line.startswith("| `seed` | `0` | Seed of the starting noise;") for line in lines)
     assert not any("<" in re.sub("`[^`]*`", "", line) for line in lines)
 

@@ -1,4 +1,4 @@
-"""The noise schedule that learns from the losses where to train.
+"""The original's schedules that no option of conf/ names, for its reference cases.
 
 Shape legend: B batch, N buckets.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.diffusion.bucket import Bucketed
-from cascade_train.diffusion.schedule import Schedule
+from cascade_train.diffusion.schedule import Schedule, _BoundedSchedule, _VarianceSchedule
 from cascade_train.options import Share, check_within
 
 
@@ -56,3 +56,47 @@ class AdaptiveTrainSchedule(Bucketed, Schedule):
         if self.outside == "first":
             bucket_B = torch.where(logsnr_B < high, bucket_B, 0)
         return bucket_B.clamp(0, self.buckets - 1)
+
+
+class SqrtSchedule(_VarianceSchedule):
+    """Square root in the signal's variance (Li et al. 2022, "Diffusion-LM", appendix A)."""
+
+    def _variance(self, t_B: Tensor) -> Tensor:
+        return 1 - (t_B + self.s).sqrt()
+
+
+class CosineLogSNRSchedule(_BoundedSchedule):
+    """Cosine between two bounds of logSNR (Hoogeboom et al. 2023, eq. 1 with bounds; gdf's second cosine)."""
+
+    def _curve(self, t_B: Tensor) -> Tensor:
+        low, high = self.logsnr_range
+        start, end = math.atan(math.exp(-0.5 * high)), math.atan(math.exp(-0.5 * low))
+        return -2 * torch.tan(start + t_B * (end - start)).log()
+
+
+class LinearSchedule(_BoundedSchedule):
+    """A straight line in logSNR."""
+
+    def _curve(self, t_B: Tensor) -> Tensor:
+        low, high = self.logsnr_range
+        return t_B * (low - high) + high
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterpolatedSchedule(Schedule):
+    """Two schedules mixed by time: the first at t = 1, the second at t = 0 (Hoogeboom et al. 2023, eq. 7).
+
+    Attributes:
+        first: the schedule towards noise.
+        second: the schedule towards data.
+        shifts: a shift for each of the two.
+    """
+
+    first: Schedule
+    second: Schedule
+    shifts: list[float]
+
+    def _curve(self, t_B: Tensor) -> Tensor:
+        t_B = t_B.clamp(1e-7, 1 - 1e-7)
+        first_B, second_B = self.first(t_B, shift=self.shifts[0]), self.second(t_B, shift=self.shifts[1])
+        return first_B * t_B + second_B * (1 - t_B)
