@@ -59,6 +59,7 @@ def write_card(out: Path, names: Sequence[str], *, source: str, run: Path | None
 def _card_data(family: Family, names: Sequence[str], model: Mapping[str, Any], *, is_plain: bool) -> ModelCardData:
     base, kind = parse_source(str(model.get("weights"))), [*names, "weights"][0].partition(".")[0]
     relation = "adapter" if kind in ("lora", "controlnet") else "finetune"
+    of_published: dict[str, Any] = LICENSE if _loads_published(model) else {}
     in_diffusers = family.in_diffusers if is_plain else family.in_diffusers - {"lora"}
     return ModelCardData(
         base_model=None if base is None else base.repo,
@@ -66,7 +67,7 @@ def _card_data(family: Family, names: Sequence[str], model: Mapping[str, Any], *
         library_name="diffusers" if in_diffusers & {*names} else "peft" if "lora" in names else "cascade_train",
         pipeline_tag=None if kind in ("vqgan", "stage_a", "vae") else "text-to-image",
         tags=[family.tag, kind, "cascade_train"],
-        **(LICENSE if _loads_published(model) else {}),
+        **of_published,
     )
 
 

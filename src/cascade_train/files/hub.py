@@ -49,14 +49,22 @@ class HubSource:
         revision = self.revision or "main"
         if _COMMIT.fullmatch(revision):
             return revision
-        cache = Path(constants.HF_HUB_CACHE).expanduser() / f"models--{self.repo.replace('/', '--')}"
-        named = (cache / "refs" / revision).read_text().strip() if (cache / "refs" / revision).is_file() else ""
+        ref = self._cache() / "refs" / revision
+        named = ref.read_text().strip() if ref.is_file() else ""
         return named if _COMMIT.fullmatch(named) else None
 
     @property
     def asked(self) -> str:
         """The revision to request: the named one, else the cached commit of `main`, of the first download."""
         return self.revision or self.commit or "main"
+
+    def folder(self) -> Path | None:
+        """Folder of that commit in the cache; None = there is none."""
+        path = self._cache() / "snapshots" / (self.commit or "-")
+        return path if path.is_dir() else None
+
+    def _cache(self) -> Path:
+        return Path(constants.HF_HUB_CACHE).expanduser() / f"models--{self.repo.replace('/', '--')}"
 
     def look(self, name: str, *, cached_only: bool = False) -> DryRunFileInfo | None:
         """Size and place of a file without its content; None = the repository has none of that name.
@@ -114,8 +122,13 @@ def push_folder(folder: Path, repo: str, *, private: bool, names: Sequence[str])
     try:
         api = huggingface_hub.HfApi()
         url = api.create_repo(repo, private=private, exist_ok=True)
-        chosen = {"allow_patterns": list(names), "ignore_patterns": f"*{RECORD}"}
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by cascade-train", **chosen)
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            allow_patterns=list(names),
+            ignore_patterns=f"*{RECORD}",
+            commit_message="Upload by cascade-train",
+        )
     except Exception as error:  # of the client or the network
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(

@@ -237,8 +237,9 @@ def convert(
         lora = read_lora(source, key="from", family=network.family, modules=modules, module_filters=module_filters)
         for name in formats:
             path = out / names[name]
-            told = {"title": _title(source), "prediction": _prediction(source, allow_any_target=allow_any_target)}
-            _print_error(path, export_lora(lora, network, path, format=name, **told))
+            prediction = _prediction(source, allow_any_target=allow_any_target)
+            error = export_lora(lora, network, path, format=name, title=_title(source), prediction=prediction)
+            _print_error(path, error)
         return [names[name] for name in formats]
     config = dict(network.config)
     state = load_state(network, source, dtype=DTYPES.get(dtype or ""), key="from")
