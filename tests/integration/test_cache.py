@@ -247,7 +247,7 @@ def test_control_maps_are_held_too_and_train_as_without_a_cache(from_cache, tmp_
     without = train(tmp_path / "without", *run, *SHAPES, "data.samples=8")
     assert_equal_metrics(without, train(tmp_path / "with", *taken))
     message = train_refused(capfd, folder, *taken, "task.filter.low=50")
-    assert "task.filter=" in message
+    assert "task.filter.low=50" in message
     assert "grids need pictures here" in train_refused(capfd, folder, *taken, "sample.every_steps=2")
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cascade_train.config.arguments import component_options, declared_roles
+from cascade_train.config.arguments import component_options
 from cascade_train.data.cached import Cached
+from cascade_train.data.latent_cache import CONTENT, same_option
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import parse_source
 from cascade_train.models.formats.weights_source import local_path
@@ -18,41 +19,42 @@ from cascade_train.tasks.base import Task
 
 
 def encoder_identity(cfg: Mapping[str, Any], stage: Stage, names: Iterable[str]) -> dict[str, Any]:
-    """Return the options of a plain configuration that change these products, by key."""
+    """Options of a plain configuration that change these products, by key."""
     makers = {**stage.image_products, **stage.caption_products}
     seeded = bool(cfg["model"].get("random_encoders"))
-    found: dict[str, Any] = {"train.precision": cfg["train"]["precision"], "model.random_encoders": seeded}
+    identity: dict[str, Any] = {"train.precision": cfg["train"]["precision"], "model.random_encoders": seeded}
     for part in sorted({makers[name] for name in names}):
-        node = by_content(cfg["model"][part], seeded=seeded)
-        found |= {f"model.{part}.{key}": value for key, value in sorted(node.items())}
-    return found
+        identity |= options_by_content(cfg["model"][part], f"model.{part}.", seeded=seeded)
+    return identity
 
 
 def data_identity(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the data, joined sources included, that change a sample, by key."""
-    held = [option for option in component_options(cfg["data"], "data.") if not option.roles & {"Free", "Order"}]
-    return {key: content(value, None) if "File" in roles else value for key, value, roles in held}
+    """Options of the data, joined sources included, that change a sample, by key."""
+    return options_by_content(cfg["data"], "data.", without={"Free", "Order"})
 
 
 def task_identity(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what changes the tensors that a task makes of pictures, by key."""
-    node = by_content({key: cfg["task"][key] for key in ("_target_", "filter") if key in cfg["task"]})
-    return {f"task.{key}": value for key, value in node.items()}
+    """What changes the tensors that a task makes of pictures, by key."""
+    node = {key: cfg["task"][key] for key in ("_target_", "filter") if key in cfg["task"]}
+    return options_by_content(node, "task.")
 
 
-def by_content(node: Mapping[str, Any], *, seeded: bool = False) -> dict[str, Any]:
-    """Return a component's options, at any depth files by content, null where values are seeded."""
-    found: dict[str, Any] = {
-        key: by_content(value, seeded=seeded) if isinstance(value, Mapping) else value for key, value in node.items()
-    }
-    for key in [name for name, roles in declared_roles(node).items() if "File" in roles and name in node]:
-        inside = "subfolder" if key == "weights" else f"{key}_subfolder"
-        found[key] = None if seeded else content(found[key], found.pop(inside, None))
-    return found
+def options_by_content(
+    node: Mapping[str, Any], prefix: str, *, seeded: bool = False, without: Collection[str] = ()
+) -> dict[str, Any]:
+    """A component's options by key, without those of some roles; files by content, None where values are seeded."""
+    options = [option for option in component_options(node, prefix) if not option.roles.intersection(without)]
+    identity = {key: value for key, value, _ in options}
+    for key in [key for key, _, roles in options if "File" in roles]:
+        inside = identity.pop(
+            f"{key.removesuffix('weights')}subfolder" if key.endswith(".weights") else f"{key}_subfolder", None
+        )
+        identity[key] = None if seeded else content(identity[key], inside)
+    return identity
 
 
-def content(source: str | None, subfolder: str | None) -> dict[str, str | None] | None:
-    """Return name and SHA-256 of a source of weights, None where its files are not on this machine."""
+def content(source: str | None, subfolder: str | None) -> str | None:
+    """Name and digest of a source of weights, see `same_option`; without the digest of files that are elsewhere."""
     if source is None:
         return None
     files = local_files(source, subfolder)
@@ -60,44 +62,16 @@ def content(source: str | None, subfolder: str | None) -> dict[str, str | None] 
     for path in files:
         with path.open("rb") as file:
             state.update(hashlib.file_digest(file, "sha256").digest())
-    return {"source": "/".join(filter(None, (source, subfolder))), "sha256": state.hexdigest() if files else None}
+    return f"{'/'.join(filter(None, (source, subfolder)))}{CONTENT}{state.hexdigest()[:32] if files else 'unknown'}"
 
 
 def local_files(source: str, subfolder: str | None) -> list[Path]:
-    """Return the files of a path, or those of a hub id that were downloaded before."""
+    """The files of a path, or those of a hub id that were downloaded before."""
     path, on_hub = local_path(source), parse_source(source)
     if not path.exists() and on_hub is not None and (folder := on_hub.folder()):
         path = folder / on_hub.inside
     path = path / (subfolder or "")
-    return [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-
-
-def first_difference(own: Mapping[str, Any], held: Mapping[str, Any]) -> str | None:
-    """Return the first key, with both values, in which a run differs from what a cache was made with."""
-    for key, value in own.items():
-        other = held.get(key)
-        if not _same(value, other):
-            return f"{key}={_shown(value)}, where the cache has {_shown(other)}"
-    return None
-
-
-def _same(own: Any, held: Any) -> bool:
-    """Compare values; files by their content, or by name where one is not on this machine."""
-    if not (_is_content(own) and _is_content(held)):
-        if isinstance(own, Mapping) and isinstance(held, Mapping):
-            return own.keys() == held.keys() and all(_same(value, held[key]) for key, value in own.items())
-        return bool(own == held)
-    if None in (own["sha256"], held["sha256"]):
-        return bool(own["source"] == held["source"])
-    return bool(own["sha256"] == held["sha256"])
-
-
-def _is_content(value: Any) -> bool:
-    return isinstance(value, Mapping) and value.keys() == {"source", "sha256"}
-
-
-def _shown(value: Any) -> str:
-    return f"{value['source']} (SHA-256 {(value['sha256'] or 'unknown')[:12]})" if _is_content(value) else str(value)
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
 
 
 def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached) -> None:
@@ -118,9 +92,10 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
         if not task_identity(cfg).keys() & manifest.identity.keys():
             raise ConfigError(f"{where} lacks what the task makes of pictures: make a cache with this task and filter")
         own |= task_identity(cfg)
-    difference = first_difference(own, manifest.identity)
-    if difference is not None:
-        raise ConfigError(f"{where} was made by another model: {difference}. Set it back, or make another cache.")
+    for key, value in own.items():
+        if not same_option(value, held := manifest.identity.get(key)):
+            difference = f"{key}={value}, where the cache has {held}"
+            raise ConfigError(f"{where} was made by another model: {difference}. Set it back, or make another cache.")
     check_data(cfg, source)
     if cfg["sample"]["every_steps"] is not None and (stage.needs_image or task.needs_image):
         raise ConfigError(f"sample.every_steps: grids need pictures here, and {where} has none: set it to null")
@@ -143,7 +118,7 @@ def check_data(cfg: Mapping[str, Any], source: Cached) -> None:
     held = {**defaults, **source.manifest.identity}
     for key, own in data_identity(cfg).items():
         is_held = not key.endswith("_target_") and (source.manifest.captions or not key.startswith("data.captions"))
-        if is_held and own != held.get(key) and not (key in defaults and own == defaults[key]):
+        if is_held and not same_option(own, held.get(key)) and not (key in defaults and own == defaults[key]):
             follows = key == "data.image_size" and own == cfg.get("model", {}).get("image_size")
             typed = "model.image_size" if follows else key
             remedy = f"Set {typed}={held.get(key)}" if follows else f"Leave {key} out"
@@ -154,7 +129,7 @@ def check_data(cfg: Mapping[str, Any], source: Cached) -> None:
 
 
 def component_defaults(source: Cached) -> dict[str, Any]:
-    """Return the defaults of a source's options, nested ones included, by key."""
+    """The defaults of a source's options, nested ones included, by key."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(source):
         value: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

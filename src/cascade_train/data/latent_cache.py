@@ -34,6 +34,8 @@ from cascade_train.files.untrusted import load_mapping, open_regular, parsing
 
 FORMAT = 1
 MANIFEST, INDEX = "manifest.json", "index.npz"
+CONTENT = ", SHA-256 "
+"""Stands between the name of a file of the configuration and the digest of its content."""
 REMEDY = "remove the cache and make it again."
 
 SPAN = np.dtype([("start", "<i8"), ("bytes", "<i8"), ("crc32", "<u4")])
@@ -114,15 +116,23 @@ def refuse_changed(where: str, index: Index, then: Index, on_change: str, remedy
 
 
 def first_difference(manifest: CacheManifest, other: CacheManifest) -> str | None:
-    """Return where two manifests differ, the libraries' versions aside; None = nowhere."""
+    """Where two manifests differ, the libraries' versions aside; None = nowhere."""
     for name in ("format", "unit_samples", "index", "filters", "sizes", "rows", "tensors", "captions"):
         if getattr(manifest, name) != getattr(other, name):
             return f"{name} is {getattr(manifest, name)} here and {getattr(other, name)} there"
     for key in sorted(manifest.identity.keys() | other.identity.keys()):
         own, theirs = manifest.identity.get(key), other.identity.get(key)
-        if own != theirs:
+        if not same_option(own, theirs):
             return f"{key} is {own} here and {theirs} there"
     return None
+
+
+def same_option(own: Any, other: Any) -> bool:
+    """Whether options are equal: files by their content, by name where one of them is on another machine."""
+    if not (isinstance(own, str) and isinstance(other, str) and CONTENT in own and CONTENT in other):
+        return bool(own == other)
+    (name, _, digest), (other_name, _, other_digest) = own.rpartition(CONTENT), other.rpartition(CONTENT)
+    return name == other_name if "unknown" in (digest, other_digest) else digest == other_digest
 
 
 def read_manifest(folder: Path) -> CacheManifest:

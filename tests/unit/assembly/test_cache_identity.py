@@ -6,10 +6,10 @@ from cascade_train.assembly.cache_identity import (
     content,
     data_identity,
     encoder_identity,
-    first_difference,
     refuse_reconstruction,
     task_identity,
 )
+from cascade_train.data.latent_cache import same_option
 from cascade_train.errors import ConfigError
 from tests.unit.models.stages import make_stage, model_config
 from tests.unit.tasks.task_contract import component
@@ -20,20 +20,18 @@ def test_weights_count_by_content_wherever_they_lie(tmp_path):
         (tmp_path / name / "text_encoder").mkdir(parents=True)
         (tmp_path / name / "text_encoder" / "model.safetensors").write_bytes(text)
     one, moved, other = (content(str(tmp_path / name), "text_encoder") for name in "abc")
-    assert first_difference({"weights": one}, {"weights": moved}) is None
-    message = first_difference({"model.text_encoder.weights": other}, {"model.text_encoder.weights": one})
-    assert message.startswith(f"model.text_encoder.weights={tmp_path}/c/text_encoder (SHA-256 ")
-    single = content(str(tmp_path / "a" / "text_encoder" / "model.safetensors"), None)
-    assert single["sha256"] == one["sha256"]
+    assert same_option(one, moved)
+    assert not same_option(one, other)
+    assert other.startswith(f"{tmp_path}/c/text_encoder, SHA-256 ")
+    assert same_option(content(str(tmp_path / "a" / "text_encoder" / "model.safetensors"), None), one)
 
 
 def test_weights_that_are_not_here_count_by_name():
     absent = content("nobody/nothing", "text_encoder")
-    assert absent == {"source": "nobody/nothing/text_encoder", "sha256": None}
-    known = absent | {"sha256": "00"}
-    assert first_difference({"weights": absent}, {"weights": known}) is None
-    renamed = content("nobody/other", "text_encoder")
-    assert "nobody/other/text_encoder (SHA-256 unknown)" in first_difference({"weights": renamed}, {"weights": known})
+    assert absent == "nobody/nothing/text_encoder, SHA-256 unknown"
+    known = absent.replace("unknown", "00")
+    assert same_option(absent, known)
+    assert not same_option(content("nobody/other", "text_encoder"), known)
     assert content(None, None) is None
 
 
@@ -56,9 +54,10 @@ def test_a_filter_counts_by_its_arguments_and_the_content_of_its_files(tmp_path)
         node = {"_target_": target, "weights": str(tmp_path / weights), "resize": None, **changed}
         return task_identity({"task": {"_target_": "x.Y", "filter": node, "bottleneck": "small"}})
 
-    assert first_difference(identity("a.pth"), identity("b.pth")) is None
-    assert "task.filter=" in first_difference(identity("a.pth"), identity("c.pth"))
-    assert "task.filter=" in first_difference(identity("a.pth", resize=512), identity("a.pth"))
+    one, copied, other = (identity(name)["task.filter.weights"] for name in ("a.pth", "b.pth", "c.pth"))
+    assert same_option(one, copied)
+    assert not same_option(one, other)
+    assert identity("a.pth", resize=512)["task.filter.resize"] == 512
 
 
 def test_data_count_by_every_option_that_makes_a_sample(tmp_path):
