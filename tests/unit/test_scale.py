@@ -31,7 +31,7 @@ from cascade_train.engine.checkpoint.folder import (
     write_manifest,
 )
 from cascade_train.engine.checkpoint.store import CheckpointStore
-from cascade_train.engine.faults import unreadable
+from cascade_train.engine.faults import bad_samples
 from cascade_train.engine.loss_charts import POINTS, Curve, LossCurve
 from cascade_train.engine.metrics import cut_lines
 from cascade_train.engine.run.report import page, run_data
@@ -88,10 +88,10 @@ def test_a_curve_keeps_numbers_alone_and_draws_few_of_them() -> None:
 
 
 def test_the_list_of_unreadable_samples_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, read = [], unreadable.read_whole_lines
-    monkeypatch.setattr(unreadable, "read_whole_lines", lambda path: reads.append(path) or read(path))
+    reads, read = [], bad_samples.read_whole_lines
+    monkeypatch.setattr(bad_samples, "read_whole_lines", lambda path: reads.append(path) or read(path))
     met: list[Unreadable] = []
-    listed = unreadable.UnreadableList(tmp_path, rank=0, met=met)
+    listed = bad_samples.UnreadableList(tmp_path, rank=0, met=met)
     for step in range(1, 6):
         met += [Unreadable(f"a:{step}", "x"), Unreadable("a:0", "x")]
         listed.write(step)
