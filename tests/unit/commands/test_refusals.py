@@ -30,7 +30,7 @@ REFUSED = {
     "index model=c_tiny data.urls='pipe:cat a.tar'": "data: this indexes tars that are neither piped nor compressed",
     "inspect model=c_tiny read=0": "read=0 must be 1 or more",
     "inspect model=c_tiny pictures=0": "pictures=0 must be 1 or more",
-    "inspect model=c_tiny faults=[ugly]": "faults=ugly is unknown; choose one of unreadable, duplicates, near",
+    "inspect model=c_tiny faults=[ugly]": "faults=ugly is unknown; choose one of unreadable, duplicates, empty",
     "inspect model=c_tiny data=folder data.path=absent": "data.path=absent is not a folder",
     "pack folder=absent out=tars": "folder=absent is not a folder",
     "pack folder=root out=tars": "^folder=root: no picture can be read: not a picture of a known format",

@@ -21,7 +21,7 @@ from cascade_train.errors import RunError, unwritten
 from cascade_train.files import output
 from cascade_train.files.output import EXPORTER, MARK
 from cascade_train.models.family import Family
-from cascade_train.models.formats.weights import copy_to, open_weights
+from cascade_train.models.formats.weights import copy_to, open_weights, write_tensors
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -99,7 +99,7 @@ def save_network(
         if format == "diffusers":
             network.save_pretrained(place)
         else:
-            save_file(stored_state, place, metadata={"format": "pt", MARK: command})
+            write_tensors(place, stored_state, {"format": "pt", MARK: command})
         layout = family.layout(config)
         with open_weights(str(place), key="export", layout=layout) as tensors:  # mapped into memory, not copied
             stored = dict(tensors.items())
