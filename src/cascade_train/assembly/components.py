@@ -66,6 +66,6 @@ def build_component(cfg: DictConfig, node: str, **changed: Any) -> Any:
 
 
 def families() -> list[Family]:
-    """Return the families of the models that `conf/model` names, in its order."""
+    """Families of the models that `conf/model` names, in its order."""
     named = (class_constant(target, "family") for target in option_targets("model").values())
     return list(dict.fromkeys(family for family in named if family is not None))

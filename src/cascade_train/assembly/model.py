@@ -58,7 +58,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def compute_dtype(cfg: DictConfig) -> torch.dtype:
-    """Return the dtype of compute and of frozen weights; preflight has decided what `auto` means."""
+    """Dtype of compute and of frozen weights; preflight has decided what `auto` means."""
     return DTYPES[cfg.train.precision.value]
 
 
@@ -138,7 +138,7 @@ def shard(cfg: DictConfig, phases: list[Phase], mesh: DeviceMesh, offload: Offlo
 
 
 def stored_dtype(cfg: DictConfig, parts: Parts) -> torch.dtype:
-    """Return the dtype of the network's weights, if they train `train.master_weights`."""
+    """Dtype of the network's weights, if they train `train.master_weights`."""
     stored, trains = DTYPES[cfg.train.master_weights.value], parts.task.trains_network
     if stored == torch.bfloat16 and not (trains and compute_dtype(cfg) == stored):
         reason = f"train.precision={cfg.train.precision.value} computes in fp32" if trains else "no network trains here"
@@ -195,7 +195,7 @@ def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
 
 
 def weight_specs(cfg: DictConfig, parts: Parts) -> list[WeightsSpec]:
-    """Return the files that the stage loads, and the task's on the hub."""
+    """Files that the stage loads, and the task's on the hub."""
     options = component_options(to_plain(cfg)["task"], "task.")
     files = [(option.key, option.value) for option in options if "File" in option.roles and _on_hub(option.value)]
     return [*parts.stage.weight_specs(), *(WeightsSpec(key=key, source=value) for key, value in files)]

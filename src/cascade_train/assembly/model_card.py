@@ -72,7 +72,7 @@ def _card_data(family: Family, names: Sequence[str], model: Mapping[str, Any], *
 
 
 def _family(model: Mapping[str, Any], names: Sequence[str]) -> Family:
-    """Return the family of a model's node; of weights alone, the first that writes such exports."""
+    """Family of a model's node; of weights alone, the first that writes such exports."""
     own: Family | None = class_constant(str(model.get("_target_")), "family")
     if own is not None:
         return own

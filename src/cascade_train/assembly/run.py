@@ -227,13 +227,13 @@ def build_trainer(
 
 
 def _time_limit(cfg: DictConfig) -> TimeLimit:
-    """Return the limit of a run whose cadences count steps; it remembers the last validation and the last samples."""
+    """Limit of a run whose cadences count steps; it remembers the last validation and the last samples."""
     between = [each.every_steps for each in (cfg.validate, cfg.sample) if each.every_steps is not None]
     return TimeLimit(max_hours=cfg.run.max_hours, remembered=max([TimeLimit.REMEMBERED, *between]) + 1)
 
 
 def in_steps(cfg: DictConfig, feed: Feed) -> DictConfig:
-    """Return a configuration whose cadences count steps instead of epochs."""
+    """A configuration whose cadences count steps instead of epochs."""
     cfg = cfg.copy()
     for node in (cfg.checkpoint, cfg.validate):
         if node.every_epochs is not None:
@@ -242,7 +242,7 @@ def in_steps(cfg: DictConfig, feed: Feed) -> DictConfig:
 
 
 def start_facts(cfg: DictConfig, parts: Parts, data: DataSet, run: RunDirectory, trainer: Trainer) -> dict[str, str]:
-    """Return device, parameters, samples, batch, length and folder of a run, for its log."""
+    """Device, parameters, samples, batch, length and folder of a run, for its log."""
     world = trainer.world
     micro = cfg.train.micro_batch_size
     accumulated = cfg.train.global_batch_size // (micro * world.ranks)
@@ -268,7 +268,7 @@ def start_facts(cfg: DictConfig, parts: Parts, data: DataSet, run: RunDirectory,
 
 
 def doubts(cfg: DictConfig, max_steps: int, *, estimates: bool) -> list[str]:
-    """Return sentences on what may have been meant otherwise; `estimates`: whether the optimizer estimates its rate."""
+    """Sentences on what may have been meant otherwise; `estimates`: whether the optimizer estimates its rate."""
     found, warmup, data = list[str](), cfg.lr_scheduler.get("warmup_steps") or 0, chosen("data", cfg.data["_target_"])
     if data == "data=shapes" and HydraConfig.initialized() and not {"data", "experiment", "debug"} & typed_keys():
         found.append(f"No data is chosen: training on {data}. Your own: data.path=…")
@@ -367,5 +367,5 @@ def _remove_conversions(directory: Path, exports: Container[str]) -> None:
 
 
 def overrides() -> list[str]:
-    """Return what the command line of this run sets; nothing where Hydra did not start it."""
+    """Overrides of this run's command line; none where Hydra did not start it."""
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []

@@ -36,7 +36,7 @@ def read_sample_prompts(cfg: DictConfig) -> None:
 def build_sampling(
     cfg: DictConfig, parts: Parts, phases: list[BoundPhase], data: DataSet, run: RunDirectory, world: World
 ) -> SampleGrid | None:
-    """Return the grids of a run, or None where none are due."""
+    """Grids of a run, or None where none are due."""
     if cfg.sample.every_steps is None:
         return None
     prompts, images = cfg.sample.prompts, None
@@ -63,7 +63,7 @@ def build_sampling(
 def build_validation(
     cfg: DictConfig, parts: Parts, phases: list[BoundPhase], data: DataSet, world: World
 ) -> Validation | None:
-    """Return the validation on held-out samples, or None where none is due."""
+    """Validation on held-out samples, or None where none is due."""
     if cfg.validate.every_steps is None:
         return None
 
@@ -86,7 +86,7 @@ def build_validation(
 def build_reconstructions(
     cfg: DictConfig, parts: Parts, held_out: Callable[[int], HeldOut], device: torch.device
 ) -> Reconstructions | None:
-    """Return the measure of reconstructions of held-out images, or None where none are due."""
+    """Measure of reconstructions of held-out images, or None where none are due."""
     count, stage, lpips, rfid = cfg.validate.reconstructions, parts.stage, cfg.validate.lpips, cfg.validate.rfid
     if count == 0:
         return None
@@ -110,7 +110,7 @@ def build_reconstructions(
 
 
 def build_image_sampler(cfg: DictConfig, parts: Parts, size: Sequence[int] | None = None) -> ImageSampler:
-    """Return the task's image sampler with the settings in `cfg.sample`; no size = square."""
+    """Task's image sampler with the settings in `cfg.sample`; no size = square."""
     settings = SampleSettings(
         sampler=cfg.sample.sampler.value,
         steps=cfg.sample.steps,

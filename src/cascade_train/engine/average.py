@@ -44,7 +44,7 @@ class RunningAverages(ABC):
 
     @abstractmethod
     def shares(self, step: int) -> Sequence[float]:
-        """Return the share of the weights after optimizer step `step` in each average."""
+        """Share of the weights after optimizer step `step` in each average."""
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -175,7 +175,7 @@ class Ema(RunningAverages):
                 narrow[name] = weights
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the average by parameter name, sharded like the parameters."""
+        """Average by parameter name, sharded like the parameters."""
         self.settle()
         return self._sharded(self._average)
 
@@ -199,7 +199,7 @@ class PowerFunctionAverages(RunningAverages):
         self._exponents = [exponent_of(length) for length in lengths]
 
     def shares(self, step: int) -> Sequence[float]:
-        """Return the share of the weights after optimizer step `step` in the average of each length."""
+        """Share of the weights after optimizer step `step` in the average of each length."""
         return [1.0 - decay_at(exponent, step) for exponent in self._exponents]
 
     @torch.no_grad()
@@ -211,7 +211,7 @@ class PowerFunctionAverages(RunningAverages):
                 total[name] = total[name].add_(value, alpha=coefficient) if name in total else value * coefficient
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return each average by its length and parameter name, sharded like the parameters."""
+        """Each average by its length and parameter name, sharded like the parameters."""
         self.settle()
         return {str(each): self._sharded(value) for each, value in zip(self.lengths, self._averages, strict=True)}
 

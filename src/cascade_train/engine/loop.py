@@ -53,7 +53,7 @@ class Feed(Protocol):
         """Yield, per optimizer step, this rank's micro-batches, all of one shape."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, equal on all ranks."""
+        """Position, equal on all ranks."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a position."""

@@ -83,13 +83,13 @@ class Curve:
         self.values.append(value)
 
     def points(self, values: Sequence[float]) -> list[Point]:
-        """Return (step, value) points of `values` or `means`, at most `POINTS` evenly spaced ones and the last."""
+        """(step, value) points of `values` or `means`, at most `POINTS` evenly spaced ones and the last."""
         places = [*range(0, len(values), -(-len(values) // POINTS)), len(values) - 1]
         return [(self.steps[place], values[place]) for place in places]
 
 
 def draw_curve(curves: Mapping[str, Curve]) -> Figure:
-    """Return a chart of the curves by the keys of `COLOURS`, of which that of the loss has values."""
+    """A chart of the curves by the keys of `COLOURS`, of which that of the loss has values."""
     loss = curves["loss"]
     lines = [
         (loss.points(loss.values), {"label": "each step", "color": "#b8c4e8"}),
@@ -151,7 +151,7 @@ class LossPlot:
 
 
 def draw_losses(points: Sequence[Point], before: Sequence[Point]) -> Figure:
-    """Return a chart of (logSNR, loss) points, the earlier ones in grey."""
+    """A chart of (logSNR, loss) points, the earlier ones in grey."""
     lines = [
         (before, {"label": "before the last plot", "color": "#b0b0b0", "marker": "."}),
         (points, {"label": "since the last plot", "color": COLOURS["loss"], "marker": "."}),
@@ -162,7 +162,7 @@ def draw_losses(points: Sequence[Point], before: Sequence[Point]) -> Figure:
 
 
 def draw_chart(title: str, x_label: str, lines: Sequence[tuple[Sequence[Point], dict[str, Any]]]) -> Figure:
-    """Return a chart of the loss, of points in order of x and how matplotlib draws them.
+    """A chart of the loss, of points in order of x and how matplotlib draws them.
 
     With a canvas of its own: neither pyplot, whose state belongs to the program that a training runs in, nor the
     backend that a notebook chooses, without whose package matplotlib cannot be imported.

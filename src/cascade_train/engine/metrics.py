@@ -108,7 +108,7 @@ class MetricsLog:
         return rows
 
     def _speeds(self, samples_seen: int) -> dict[str, float]:
-        """Return the speeds since the last flush and start the next interval; NaN when no step was timed."""
+        """Speeds since the last flush; starts the next interval. NaN when no step was timed."""
         if self._seconds is None or self._samples is None:
             raise AssertionError("the clock starts with the first record")
         images, seconds = samples_seen - self._samples, time.perf_counter() - self._seconds
@@ -156,7 +156,7 @@ def _by_step(path: Path) -> Iterator[tuple[int | None, str]]:
 
 
 def step_of(line: str) -> int | None:
-    """Return the step of a line; None where it is torn."""
+    """Step of a line; None where it is torn."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -37,12 +37,12 @@ from cascade_train.tasks.base import Phase, StepOutput, Task
 
 
 def divided_in_update(gradient: Tensor) -> bool:
-    """Return whether a fused optimizer can scale a gradient: in fp32, and on a GPU, where the pass it saves counts."""
+    """Whether a fused optimizer can scale a gradient: in fp32, and on a GPU, where the pass it saves counts."""
     return gradient.dtype == torch.float32 and gradient.is_cuda
 
 
 def trainable_parameters(phase: Phase) -> dict[str, nn.Parameter]:
-    """Return a phase's trainable parameters by name, prefixed with their root's name."""
+    """A phase's trainable parameters by name, prefixed with their root's name."""
     return {n: p for n, p in nn.ModuleDict(phase.modules).named_parameters() if p.requires_grad}
 
 
@@ -144,7 +144,7 @@ class BoundPhase:
         return rates
 
     def _stopped(self, step: int, max_steps: int) -> list[str]:
-        """Return the roots that stay as they are at optimizer step `step`."""
+        """Roots that stay as they are at optimizer step `step`."""
         until = self.phase.until.items()
         return [root for root, share in until if step > (share if share >= 1 else max(round(share * max_steps), 1))]
 
@@ -161,7 +161,7 @@ class BoundPhase:
             parameter.grad = None
 
     def state_dict(self, *, optimizer: bool = True) -> dict[str, Any]:
-        """Return weights, optimizer state (where asked for) and average, sharded, for a checkpoint. Collective."""
+        """Weights, optimizer state (where asked for) and average, sharded, for a checkpoint. Collective."""
         reshard(self.roots)
         weights = self._weights()
         state: dict[str, Any] = {"optimizer": self._optimizer_state()} if optimizer else {}
@@ -226,12 +226,12 @@ class BoundPhase:
                 yield names[id(parameter)], value
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return trained weights and buffers by name."""
+        """Trained weights and buffers by name."""
         frozen = {name for name, p in self._container.named_parameters() if not p.requires_grad}
         return {name: value for name, value in self._container.state_dict().items() if name not in frozen}
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's state in the form of torch's `get_optimizer_state_dict`, by names, sharded."""
+        """Optimizer's state in the form of torch's `get_optimizer_state_dict`, by names, sharded."""
         if not self.optimizer.state:
             fill_state(self.optimizer)
         saved = self.optimizer.state_dict()
@@ -269,7 +269,7 @@ class BoundPhase:
 
 
 def checked_loss(phase: Phase, prepared: Any) -> StepOutput:
-    """Return a phase's loss; a RunError names the function if that is no valid `StepOutput`."""
+    """A phase's loss; a RunError names the function if that is no valid `StepOutput`."""
     output: Any = phase.loss(prepared)
     name = getattr(phase.loss, "__qualname__", f"the loss of phase {phase.name}")
     if not isinstance(output, StepOutput):
@@ -287,7 +287,7 @@ def checked_loss(phase: Phase, prepared: Any) -> StepOutput:
 
 
 def gather_samples(outputs: Sequence[StepOutput]) -> dict[str, Tensor]:
-    """Return `loss` and reported values of the global batch, (G,) or (G, n), from this rank's outputs. Collective."""
+    """`loss` and reported values of the global batch, (G,) or (G, n), from this rank's outputs. Collective."""
     names = ["loss", *sorted(outputs[0].report)]
     rows = [torch.cat([o.loss_B.detach() if n == "loss" else o.report[n] for o in outputs]).float() for n in names]
     mine = torch.cat([row.reshape(len(row), -1) for row in rows], dim=1)
@@ -298,7 +298,7 @@ def gather_samples(outputs: Sequence[StepOutput]) -> dict[str, Tensor]:
 
 
 def sum_totals(outputs: Sequence[StepOutput]) -> dict[str, Tensor]:
-    """Return the totals of the global batch from the outputs of this rank's micro-batches. Collective."""
+    """Totals of the global batch from the outputs of this rank's micro-batches. Collective."""
     totals = {name: torch.stack([o.totals[name] for o in outputs]).sum(dim=0) for name in sorted(outputs[0].totals)}
     for total in totals.values():
         dist.all_reduce(total)
@@ -327,7 +327,7 @@ def evaluated(phases: Sequence[BoundPhase]) -> Iterator[None]:
 
 
 def training_state(phases: Sequence[BoundPhase], task: Task, *, optimizer: bool = True) -> dict[str, Any]:
-    """Return all that training changes, sharded, for a checkpoint; `optimizer`: its state too. Collective."""
+    """All that training changes, sharded, for a checkpoint; `optimizer`: its state too. Collective."""
     states = {phase.phase.name: phase.state_dict(optimizer=optimizer) for phase in phases}
     return {"phases": states, "task": task.state_dict()}
 
@@ -345,7 +345,7 @@ def restore_training_state(
 
 
 def whole_state(module: nn.Module, *, frozen: bool = False) -> dict[str, Tensor]:
-    """Return a module's trained weights and buffers, gathered from their shards, on the host of rank 0. Collective.
+    """A module's trained weights and buffers, gathered from their shards, on the host of rank 0. Collective.
 
     Frozen weights are left out unless asked for; on other ranks the result is empty.
     """

@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 
 
 def exponent_of(length: float) -> float:
-    """Return the exponent of an average of a length in (0, 12^-1/2), 0 or more (equation 126, algorithm 2)."""
+    """Exponent of an average of a length in (0, 12^-1/2), 0 or more (equation 126, algorithm 2)."""
     inverse = length**-2.0
     return float(np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse]).real.max())
 
 
 def decay_at(exponent: float, step: int) -> float:
-    """Return the weight of the old average in the update after a step (equation 127)."""
+    """Weight of the old average in the update after a step (equation 127)."""
     return float((1.0 - 1.0 / step) ** (exponent + 1.0))
 
 
 def solve(kept: Sequence[tuple[int, float]], step: int, length: float) -> tuple[list[float], float]:
-    """Return coefficients for kept averages, given by step and length, whose sum is nearest to another, and the error.
+    """Coefficients for kept averages, given by step and length, whose sum is nearest to another, and the error.
 
     The error is the L2 norm of the difference of the two profiles, relative to the one asked for (algorithm 3).
     """
@@ -40,7 +40,7 @@ def solve(kept: Sequence[tuple[int, float]], step: int, length: float) -> tuple[
 
 
 def _inner_products(profiles_N2: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the inner products (N, N) of the profiles of averages, given by step and exponent (equation 151)."""
+    """Inner products (N, N) of the profiles of averages, given by step and exponent (equation 151)."""
     step_N, exponent_N = profiles_N2.T
     step_N1, exponent_N1 = profiles_N2.T[:, :, None]
     ratio = np.minimum(step_N1, step_N) / np.maximum(step_N1, step_N)

@@ -56,7 +56,7 @@ class Progress:
 
 
 def _has_width(terminal: TextIO) -> bool:
-    """Return whether a terminal knows its width; one that was never sized shows no bar."""
+    """Whether a terminal knows its width; one that was never sized shows no bar."""
     try:
         return os.get_terminal_size(terminal.fileno()).columns > 0
     except OSError:  # a stand-in
@@ -64,13 +64,13 @@ def _has_width(terminal: TextIO) -> bool:
 
 
 def describe_validation(row: Mapping[str, Any]) -> str:
-    """Return the measures of a validation, without those of single noise levels; empty where the row has none."""
+    """Measures of a validation, without those of single noise levels; empty where the row has none."""
     shown = {name: value for name, value in row.items() if name.startswith("validate") and "_logsnr_" not in name}
     return "  ".join(f"{name} {'not finite' if value is None else f'{value:.4f}'}" for name, value in shown.items())
 
 
 def describe_row(row: Mapping[str, Any], max_steps: int) -> str:
-    """Return a row's loss, images/s, time left and share of time spent waiting for data, as far as known."""
+    """A row's loss, images/s, time left and share of time spent waiting for data, as far as known."""
     loss, speed, share = (row.get(name) for name in ("loss", "images_per_second", "data_wait_share"))
     parts = []
     if loss is not None:

@@ -233,6 +233,6 @@ TRACKERS: dict[str, Callable[[Destination, Values], Calls]] = {
 
 
 def read_image(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return (H, W, 3) uint8."""
+    """(H, W, 3) uint8."""
     with Image.open(path) as image:
         return np.asarray(image.convert("RGB"))

@@ -44,7 +44,7 @@ class SetDistance:
         self._sums = [a + b for a, b in zip(self._sums, found, strict=True)] if self._sums else found
 
     def take(self) -> Tensor:
-        """Return the distance of what was added since the last time, on all ranks together. Collective."""
+        """Distance of what was added since the last time, on all ranks together. Collective."""
         count, sum_SD, products_SDD = self._sums
         self._sums = []
         for each in (count, sum_SD, products_SDD):
@@ -69,7 +69,7 @@ class HeldOut:
     part_of: Callable[[int], int] = lambda index: 0
 
     def masks(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
-        """Return which samples of a micro-batch came from each part, (B,) fp32 of 0 and 1 each."""
+        """Which samples of a micro-batch came from each part, (B,) fp32 of 0 and 1 each."""
         if not self.parts:
             return {}
         place_B = torch.tensor([self.part_of(index) for index in batch.index_B.tolist()]).to(device)
@@ -91,7 +91,7 @@ class Reconstructions:
     rfid: SetDistance | None = None
 
     def measures(self, batch: Batch, device: torch.device) -> Mapping[str, Tensor]:
-        """Return measures of a micro-batch's reconstructions by name, (B,) fp32 each."""
+        """Measures of a micro-batch's reconstructions by name, (B,) fp32 each."""
         if batch.image_BCHW is None:
             raise AssertionError("a stage that reconstructs takes no cache")
         image_BCHW = batch.image_BCHW.to(device).float() / 255
@@ -102,7 +102,7 @@ class Reconstructions:
 
 
 def counted_samples(batch: Batch, device: torch.device) -> Tensor:
-    """Return which samples count, (B,) fp32 of 0 and 1: those of weight 0 only fill a batch."""
+    """Which samples count, (B,) fp32 of 0 and 1: those of weight 0 only fill a batch."""
     if batch.weight_B is None:
         return torch.ones(len(batch), device=device)
     return (batch.weight_B > 0).to(device, torch.float32, non_blocking=True)
@@ -150,7 +150,7 @@ class Validation:
             return {f"{name}/{measure}": mean for measure, mean in means.items()}
 
     def _means(self, held_out: HeldOut, measure_of: Callable[[Batch], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return means over all samples by measure, and each part's loss as `<part>/loss`; NaN = no sample."""
+        """Means over all samples by measure, and each part's loss as `<part>/loss`; NaN = no sample."""
         sums: dict[tuple[str, str], Tensor] = {}
         for _, micro_batches in zip(range(held_out.steps), held_out.open(), strict=False):
             for batch in micro_batches:

@@ -177,7 +177,7 @@ def restore_average(
 
 
 def find_checkpoint(store: CheckpointStore, step: int | None) -> Path:
-    """Return the folder of the checkpoint of a step, None = of the newest."""
+    """Folder of the checkpoint of a step, None = of the newest."""
     path = store.newest() if step is None else store.directory / f"step_{step}"
     if path is None or not path.is_dir():
         there = ", ".join(map(str, store.steps())) or "none"
@@ -203,7 +203,7 @@ def export_single_file(source: str, out: Path, *, dtype: str | None) -> list[str
 
 
 def _title(source: str) -> str:
-    """Return the title of a file: the name of the run, folder or file that it was made from."""
+    """Title of a file: the name of the run, folder or file that it was made from."""
     return (run_of(Path(source)) or Path(source)).absolute().stem
 
 
@@ -254,7 +254,7 @@ def convert(
 def _file_names(
     source: str, family: Family, formats: Sequence[str], dtype: str | None, *, is_lora: bool
 ) -> Mapping[str, str]:
-    """Return the file of each format of weights or adapters; a ConfigError for a format or dtype that is not theirs."""
+    """File of each format of weights or adapters; a ConfigError for a format or dtype that is not theirs."""
     names = {name: LORA_FILES[name] for name in family.lora_formats} if is_lora else NETWORK_FILES
     for name in formats:
         if name not in names:

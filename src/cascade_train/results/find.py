@@ -81,7 +81,7 @@ def _packaged_model(source: str, part: str | None) -> str:
 
 
 def whole_pipeline(source: str) -> tuple[Family, Path, str] | None:
-    """Return family, folder and `model=` of the whole pipeline that a source is or holds."""
+    """Family, folder and `model=` of the whole pipeline that a source is or holds."""
     folder, kind = find_pipeline(source) or (Path(), "")
     return next(((each, folder, each.pipelines[kind]) for each in families() if kind in each.pipelines), None)
 

@@ -274,7 +274,7 @@ class Fingerprint:
         return cls(kind=type(compressor).__name__, weights=compressor.weights, digest=hashed.hexdigest())
 
     def __str__(self) -> str:
-        """Return class, weights, and the beginning of the digest."""
+        """Class, weights, and the beginning of the digest."""
         return f"{self.kind} (weights={self.weights}, {self.digest[:8]})"
 
 

@@ -87,7 +87,7 @@ class Memory:
         return dataclasses.replace(self, fixed=fixed, each=each, ranks=ranks)
 
     def peak(self, micro_batch_size: int, accumulated: int = 1) -> dict[str, int]:
-        """Return bytes at the moment that needs the most device memory, by what they are for.
+        """Bytes at the moment that needs the most device memory, by what they are for.
 
         With `accumulated` micro-batches, the next one is prepared meanwhile, and gradients of one wait for it.
         """
@@ -217,7 +217,7 @@ def blank_batch(cfg: DictConfig, parts: Parts, size: int) -> Batch:
 
 
 def cached_batches(cfg: DictConfig, parts: Parts, sizes: Sequence[int]) -> list[Batch]:
-    """Return batches of a cache, and let `parts`, which are not built yet, read from it."""
+    """Batches of a cache; `parts`, which are not built yet, will read from it."""
     data = open_data_set(build_component(cfg, "data"), share=None, held_out=None)
     take_cache(to_plain(cfg), parts.stage, parts.task, cast("Cached", data.training.source))
     return [WorstCaseBatch(**vars(data.shown_batch(size, seed=cfg.run.seed))) for size in sizes]

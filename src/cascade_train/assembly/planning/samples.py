@@ -112,7 +112,7 @@ def _places(node: Any) -> Iterator[str]:
 
 
 def _sizes(part: Rows) -> list[tuple[int, int, int]]:
-    """Return (height, width, number of samples) of each training size, most first."""
+    """(height, width, number of samples) of each training size, most first."""
     shapes = ShapeGroups.of(part.source, part.index, part.rows, part.digest)
     count_K, sizes_K2 = shapes.groups.sizes, shapes.buckets.sizes_K2
     order = [place for place in np.argsort(-count_K, kind="stable").tolist() if count_K[place]]

@@ -69,7 +69,7 @@ class Manifest:
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Return a file's size and hash."""
+    """A file's size and hash."""
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(size=file.tell(), sha256=digest)
@@ -99,7 +99,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def find_fault(directory: Path, *, hashes: bool = True) -> str | None:
-    """Return what is wrong with a checkpoint; None = it verifies. Without `hashes` only names and sizes count."""
+    """What is wrong with a checkpoint; None = it verifies. Without `hashes` only names and sizes count."""
     try:
         manifest = read_manifest(directory)
     except RunError as error:
@@ -108,7 +108,7 @@ def find_fault(directory: Path, *, hashes: bool = True) -> str | None:
 
 
 def whole_manifest(directory: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint whose files have their sizes; None of another, or one that is going."""
+    """Manifest of a checkpoint whose files have their sizes; None of another, or one that is going."""
     try:
         manifest = read_manifest(directory)
     except RunError:
@@ -149,22 +149,22 @@ class CheckpointFolder:
         self.directory = directory
 
     def path(self, step: int) -> Path:
-        """Return the folder of a step's checkpoint."""
+        """Folder of a step's checkpoint."""
         return self.directory / f"step_{step}"
 
     def hidden(self, step: int, kind: str) -> Path:
-        """Return the folder in which a step's checkpoint is made (`saving`) before it is published."""
+        """Folder in which a step's checkpoint is made (`saving`) before it is published."""
         return self.directory / f".step_{step}.{kind}"
 
     def visible(self) -> dict[int, Path]:
-        """Return the existing checkpoints, damaged ones included, by step in order."""
+        """Existing checkpoints, damaged ones included, by step in order."""
         if not self.directory.is_dir():
             return {}
         matches = ((_VISIBLE.fullmatch(path.name), path) for path in self.directory.iterdir() if path.is_dir())
         return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
     def complete(self) -> dict[int, Manifest]:
-        """Return the manifests of the checkpoints whose files have their sizes, by step in order.
+        """Manifests of the checkpoints whose files have their sizes, by step in order.
 
         Numbers of later evaluations of the same weights are among their facts, as `EVALUATED`.
         """
@@ -236,7 +236,7 @@ class Retention:
                 raise ConfigError(f"checkpoint.{key}={value} must be at least 1, or null to switch it off")
 
     def reasons(self, manifests: Mapping[int, Manifest]) -> dict[int, list[str]]:
-        """Return, of all complete checkpoints by step, why each stays; those without a reason may go."""
+        """Why each complete checkpoint stays, by step; those without a reason may go."""
         found: dict[int, list[str]] = {step: [] for step in sorted(manifests)}
         for step in sorted(manifests)[-(self.keep_last or 0) :]:
             found[step].append("all stay" if self.keep_last is None else f"newest {self.keep_last}")
@@ -248,7 +248,7 @@ class Retention:
         return found
 
     def _best(self, manifests: Mapping[int, Manifest]) -> list[int]:
-        """Return the best steps, the best one first; of equals the later one."""
+        """Best steps, the best one first; of equals the later one."""
         values = {step: best_value(manifest, self.best_metric) for step, manifest in manifests.items()}
         sign = 1 if self.best_mode == "min" else -1
         ranked = sorted((sign * value, -step) for step, value in values.items() if value is not None)
@@ -256,7 +256,7 @@ class Retention:
 
 
 def best_value(manifest: Manifest, metric: str | None) -> float | None:
-    """Return the metric's value that a checkpoint was saved with, or judged by; None where it has none."""
+    """Metric's value that a checkpoint was saved with, or judged by; None where it has none."""
     judged = manifest.facts.get(EVALUATED, {})
     if metric in judged:
         return float(judged[metric])
@@ -265,7 +265,7 @@ def best_value(manifest: Manifest, metric: str | None) -> float | None:
 
 
 def evaluations(path: Path, stamps: Mapping[int, str]) -> dict[int, dict[str, float]]:
-    """Return the latest measures of evaluations by step and name.
+    """Latest measures of evaluations by step and name.
 
     Left out are those of weights that another save replaced: a step's present weights are in `stamps`.
     """
@@ -284,7 +284,7 @@ def evaluation_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def last_logged(path: Path, metric: str, *, step: int) -> dict[str, Any] | None:
-    """Return a metric of `metrics.jsonl` as last logged up to a step, {metric, value, step}; None where it is not."""
+    """A metric of `metrics.jsonl` as last logged up to a step, {metric, value, step}; None where it is not."""
     rows = read_rows(path, json.dumps(metric).encode(), step=int)  # the loop may be appending a line
     logged = [row for row in rows if row.get("step", math.inf) <= step and row.get(metric) is not None]
     return {"metric": metric, "value": logged[-1][metric], "step": logged[-1]["step"]} if logged else None

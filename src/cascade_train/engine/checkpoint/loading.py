@@ -58,7 +58,7 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def read_table(path: Path, manifest: Manifest) -> Metadata:
-    """Return a checkpoint's table of contents; a RunError if it is missing or could run code."""
+    """A checkpoint's table of contents; a RunError if it is missing or could run code."""
     table: Metadata
     try:
         with open_regular(path / TABLE_NAME) as file:
@@ -79,7 +79,7 @@ def read_table(path: Path, manifest: Manifest) -> Metadata:
 
 
 def optimizer_keys(table: Metadata) -> frozenset[str]:
-    """Return the flat keys of the optimizers' state, `phases.<name>.optimizer` of engine/phase.py."""
+    """Flat keys of the optimizers' state, `phases.<name>.optimizer` of engine/phase.py."""
     return frozenset(key for key, path in table.planner_data.items() if _is_of_optimizer(path))
 
 
@@ -190,7 +190,7 @@ def load_files(path: Path, manifest: Manifest, state: dict[str, Any], *, optimiz
 
 
 def load_entry(path: Path, table: Metadata, key: str) -> Any:
-    """Return one entry of a checkpoint, a tensor or a plain value, whatever ranks have saved it."""
+    """One entry of a checkpoint, a tensor or a plain value, whatever ranks have saved it."""
     entry = table.state_dict_metadata[key]
     state: dict[str, Any] = {key: None}
     if isinstance(entry, TensorStorageMetadata):
@@ -229,7 +229,7 @@ def tensor_differences(paths: tuple[Path, Path], manifests: tuple[Manifest, Mani
 
 
 def _difference(one: Any, other: Any) -> str | None:
-    """Return how two entries of a checkpoint differ; None = not."""
+    """How two entries of a checkpoint differ; None = not."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return None if type(one) is type(other) and one == other else f"{one} and {other}"
     if (one.shape, one.dtype) != (other.shape, other.dtype):

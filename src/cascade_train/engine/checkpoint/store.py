@@ -155,7 +155,7 @@ class CheckpointStore:
         return None
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, damaged ones included, in order."""
+        """Steps of all checkpoints, damaged ones included, in order."""
         return list(self._folder.visible())
 
     def load(self, path: Path, tensors: dict[str, Any], *, optimizer: bool = True) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class CheckpointStore:
         self._retain(manifest.step)
 
     def _ranking(self, step: int) -> Mapping[str, Any]:
-        """Return the fact that ranks this checkpoint; none, with one warning, where the metric was not logged yet."""
+        """Fact that ranks this checkpoint; none, with one warning, where the metric was not logged yet."""
         metric = self._retention.best_metric
         if metric is None or self._metrics is None or metric.startswith(EVALUATED):
             return {}

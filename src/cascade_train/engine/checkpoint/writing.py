@@ -90,7 +90,7 @@ class Snapshot(DefaultSavePlanner):
         return self.layout.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return this rank's shard, or the plain value."""
+        """This rank's shard, or the plain value."""
         value = self.state_dict[index.fqn]
         return local(value) if isinstance(value, Tensor) else value
 
@@ -128,7 +128,7 @@ class HostMemory:
 
     @torch.no_grad()
     def take(self, values: Mapping[str, Any], *, wait: bool = True) -> dict[str, Any]:
-        """Return copies of tensors' local shards, on the host, and of plain values, by key; `wait`: for the device."""
+        """Copies of tensors' local shards, on the host, and of plain values, by key; `wait`: for the device."""
         self.reserve(values)
         copies = {
             key: self._buffers[key].copy_(local(value), non_blocking=True)
@@ -142,7 +142,7 @@ class HostMemory:
 
 
 def _block(size: int, *, pinned: bool) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return host memory whose pages are mapped; torch's pinned tensors take up to twice their size."""
+    """Host memory whose pages are mapped; torch's pinned tensors take up to twice their size."""
     block = np.empty(size, dtype=np.uint8)
     if pinned and size:
         cuda, address = torch.cuda.cudart(), block.ctypes.data
@@ -154,14 +154,14 @@ def _block(size: int, *, pinned: bool) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def _form(value: object) -> object:
-    """Return all of a value but its numbers; None for plain ones."""
+    """All of a value but its numbers; None for plain ones."""
     if isinstance(value, DTensor):
         return value.shape, value.dtype, value.placements, value.device_mesh
     return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
 
 def own_share(flat: Mapping[str, Any]) -> list[str]:
-    """Return the keys that this rank writes: of equal shards (replicas, plain values) one each, balanced by bytes."""
+    """Keys that this rank writes: of equal shards (replicas, plain values) one each, balanced by bytes."""
     loads: dict[int, list[int]] = {}
     mine = []
     for key in sorted(flat, key=lambda key: (-_whole_bytes(flat[key]), key)):
@@ -175,7 +175,7 @@ def own_share(flat: Mapping[str, Any]) -> list[str]:
 
 
 def _replica(value: object) -> tuple[int, int]:
-    """Return which copy of its shard this rank holds, and how many there are."""
+    """Which copy of its shard this rank holds, and how many there are."""
     if not isinstance(value, DTensor):
         return dist.get_rank(), dist.get_world_size()
     mesh, number, replicas = value.device_mesh, 0, 1
@@ -195,7 +195,7 @@ def _whole_bytes(value: object) -> int:
 
 class _Writer(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
-        """Return no random id and no path, which nobody reads, so that equal states become equal files."""
+        """No random id and no path, which nobody reads, so that equal states become equal files."""
         return StorageMeta()
 
 
@@ -216,7 +216,7 @@ def write_files(directory: Path, snapshot: Snapshot, group: ProcessGroup | None)
 
 
 def first_failure(error: CheckpointException) -> BaseException:
-    """Return the error of the lowest rank that failed."""
+    """Error of the lowest rank that failed."""
     return error.failures[min(error.failures)][0]
 
 

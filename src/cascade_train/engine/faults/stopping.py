@@ -64,7 +64,7 @@ class TimeLimit:
         self._save_seconds = max(self._save_seconds, seconds)
 
     def is_reached(self) -> bool:
-        """Return whether another step and a save might not fit any more; once reached, it stays so."""
+        """Whether another step and a save might not fit any more; once reached, it stays so."""
         if self._limit_seconds is not None and not self._is_reached:
             needed = 2 * max(self._steps, default=0.0) + (self._save_seconds or self._set_up_seconds)
             self._is_reached = seconds_since_start() + needed >= self._limit_seconds
@@ -114,7 +114,7 @@ class Stopping:
         return Request(sum(request for request, cast in zip(Request, box.tolist(), strict=True) if cast))
 
     def agreed_reason(self) -> str:
-        """Return why the lowest rank that asked for the agreed stop did so. Collective."""
+        """Why the lowest rank that asked for the agreed stop did so. Collective."""
         reasons = from_every_rank(self._reason)
         rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
         return reason if reasons.count(reason) == len(reasons) else f"{reason} on rank {rank}"
@@ -126,12 +126,12 @@ class Stopping:
 
 
 def code_of_stop() -> int:
-    """Return the exit code of an orderly stop: `STOPPED`, but 0 where torchrun would start the run again at once."""
+    """Exit code of an orderly stop: `STOPPED`, but 0 where torchrun would start the run again at once."""
     restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return 0 if restarts < most else STOPPED
 
 
 def seconds_since_start() -> float:
-    """Return the age of this process; under torchrun that of torchrun, whose restarts are part of the same job."""
+    """Age of this process; under torchrun that of torchrun, whose restarts are part of the same job."""
     process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     return time.time() - float(psutil.Process(process).create_time())

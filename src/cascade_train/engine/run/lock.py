@@ -39,7 +39,7 @@ def check_folder(directory: Path) -> None:
 
 
 def not_writable(directory: Path, error: OSError) -> ConfigError:
-    """Return the refusal of a folder that cannot be made."""
+    """Refusal of a folder that cannot be made."""
     return ConfigError(f"run.dir={directory} cannot be made: {error.strerror or error}. Remedy: a writable run.dir")
 
 

@@ -77,7 +77,7 @@ def load_networks(
 
 
 def load_tiny_features(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return features of the tiny cascade's semantic compressor: (B, 3, H, W) float in [0, 1] to (B, 64) fp32.
+    """Features of the tiny cascade's semantic compressor: (B, 3, H, W) float in [0, 1] to (B, 64) fp32.
 
     The latents of a picture resized to 96 x 96, averaged over its quarters. Distances of them compare tiny models with
     each other, and with nothing else.
@@ -96,7 +96,7 @@ def load_tiny_features(device: torch.device) -> Callable[[Tensor], Tensor]:
 
 
 def set_measures(made_ND: Tensor, real_ND: Tensor) -> dict[str, float]:
-    """Return `fid`, `kid`, `kid_std`, `precision` and `recall` of features of two sets, by torch-fidelity.
+    """`fid`, `kid`, `kid_std`, `precision` and `recall` of features of two sets, by torch-fidelity.
 
     At least `LEAST` pictures are in each. The subsets of KID are drawn by the library's own seed.
     """
@@ -138,7 +138,7 @@ class Pictures:
         return self._rows(of)
 
     def caption_measures(self, captions: Sequence[str], clip: Clip) -> dict[str, float]:
-        """Return `clip_score`, the mean, 0 at least, as torchmetrics has it. Collective."""
+        """`clip_score`, the mean, 0 at least, as torchmetrics has it. Collective."""
         score_N = self._rows(lambda batch: clip(self.read(batch), [captions[number] for number in batch]))
         return {"clip_score": max(0.0, float(score_N.mean()))}
 
