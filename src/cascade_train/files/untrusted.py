@@ -150,7 +150,7 @@ def read_json(text: str | bytes) -> Any:
 
 def read_yaml(text: str | bytes) -> Any:
     """Parse a YAML text; a ValueError where it is damaged, too deep, or has aliases, which can stand for gigabytes."""
-    return _parsed(text, lambda loader: yaml.load(text, loader))
+    return _parsed(text, lambda loader: loader(text).get_single_data())
 
 
 def check_yaml(text: str | bytes) -> None:
