@@ -9,12 +9,9 @@ import torch
 from cascade_train.distributed.parallelize import local
 from cascade_train.distributed.process_group import process_group
 from cascade_train.engine.average import PowerFunctionAverages
-from cascade_train.engine.checkpoint.folder import Retention
-from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.checkpoint.writing import Background
 from cascade_train.engine.phase import averaged
 from cascade_train.engine.power_function import exponent_of
-from cascade_train.errors import ConfigError
 from cascade_train.results.export import restore_average
 from tests.unit.engine.test_loop import build_trainer, weights
 
@@ -110,14 +107,6 @@ def test_an_average_that_was_kept_is_restored_bit_for_bit(world, trained, tmp_pa
         assert torch.equal(weights(trained), restored), "what is exported is this one"
 
 
-def test_a_length_far_from_those_kept_is_refused(trained):
-    rule = (
-        r"average=0.28 cannot .* of \[0.05, 0.1\] in 16 checkpoints up to step 400: the nearest differs by 21%, 10% is"
-    )
-    with pytest.raises(ConfigError, match=rule):
-        restore(trained, 400, 0.28)
-
-
 def test_a_damaged_checkpoint_is_left_out(trained, world, tmp_path):
     shutil.copytree(trained.store.directory, tmp_path / "checkpoints")
     file = next((tmp_path / "checkpoints" / "step_200").glob("*.distcp"))
@@ -125,21 +114,6 @@ def test_a_damaged_checkpoint_is_left_out(trained, world, tmp_path):
     trainer = build(world, tmp_path, max_steps=400)
     assert torch.equal(restore(trainer, 400, 0.05), restore(trained, 400, 0.05))
     assert not torch.equal(restore(trainer, 400, 0.12), restore(trained, 400, 0.12))
-
-
-def test_what_a_rule_keeps_builds_averages(world, tmp_path):
-    def run(name, **rule):
-        trainer = build(world, tmp_path / name, max_steps=40, checkpoint=2)
-        trainer.store = CheckpointStore(trainer.store.directory, retention=Retention(**rule))
-        trainer.run()
-        return trainer
-
-    kept, every = run("kept", keep_last=1, keep_every_steps=4), run("every")
-    assert kept.store.steps() == list(range(4, 41, 4))
-    for step in every.store.steps():
-        if step % 4:
-            shutil.rmtree(every.store.directory / f"step_{step}")
-    assert torch.equal(restore(kept, 40, 0.12), restore(every, 40, 0.12))
 
 
 def test_a_run_that_was_killed_between_checkpoints_builds_the_same(world, tmp_path):

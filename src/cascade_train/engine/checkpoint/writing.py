@@ -7,6 +7,7 @@ import io
 import math
 import shutil
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -31,6 +32,8 @@ from torch.distributed.tensor import DTensor
 
 from cascade_train.distributed.parallelize import local
 from cascade_train.errors import RunError
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # here, since a thread that saves cannot scope it
 
 _ENTRY_BYTES = 4096
 """More than torch's framing of one tensor in a file."""
@@ -204,7 +207,8 @@ def write_files(directory: Path, snapshot: Snapshot, group: ProcessGroup | None)
     ahead = 0 if snapshot.staged else _COPY_AHEAD
     writer = _Writer(directory, sync_files=True, per_thread_copy_ahead=ahead)
     try:
-        state_dict_saver.save({}, storage_writer=writer, planner=snapshot, process_group=group)
+        alone = dist.get_world_size() == 1  # which need not send itself the plan and the table of contents
+        state_dict_saver.save({}, storage_writer=writer, planner=snapshot, process_group=group, no_dist=alone)
     except CheckpointException as error:
         first = first_failure(error)
         free = shutil.disk_usage(directory.parent).free / 2**30  # torch words a full disk as a wrong position in a file

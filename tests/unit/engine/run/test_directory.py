@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import shutil
 import signal
 import subprocess
@@ -89,15 +88,6 @@ def test_a_run_continues_from_its_newest_checkpoint_that_verifies(directory):
     assert [(line["step"], line["changes"]) for line in history(directory)] == [(4, {})]
 
 
-def test_a_run_that_lost_its_checkpoints_says_that_it_starts_over(directory, caplog):
-    go_on(directory)
-    go_on(directory)
-    assert "starts over" not in caplog.text, "it had not made a step"
-    (directory / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert go_on(directory).resume_from is None
-    assert f"{directory} has no checkpoint: the run starts over at step 1" in caplog.text
-
-
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused(directory):
     claim(directory, config=CONFIG, resume="auto")
     damage(save(directory, 2))
@@ -112,20 +102,6 @@ def test_never_refuses_a_run_that_is_there(directory):
         claim(directory, config=CONFIG, resume="never")
     assert listing(directory) == before
     assert not (directory / ".lock").exists()
-
-
-def test_settings_that_may_change_are_applied_and_recorded(directory, caplog):
-    claim(directory, config=CONFIG, resume="auto")
-    save(directory, 4)
-    with caplog.at_level(logging.INFO):
-        go_on(directory, changed(optimizer__lr=3e-4, compile="regional"))
-    assert "compile: off -> regional" in caplog.text
-    (line,) = history(directory)
-    assert line["changes"] == {"compile": ["off", "regional"], "optimizer.lr": [1e-5, 3e-4]}
-    assert line["step"] == 4
-    assert line["resume_from"] == str(directory / "checkpoints" / "step_4")
-    assert "packages" in line["environment"]
-    assert yaml.safe_load((directory / "config.yaml").read_text())["optimizer"]["lr"] == 3e-4
 
 
 def test_another_config_is_refused_with_the_difference(directory):
@@ -228,20 +204,6 @@ def test_a_finished_run_says_so_and_is_left_alone(directory):
     assert listing(directory) == before
 
 
-@pytest.mark.parametrize("exported", [None, 4])
-def test_a_run_that_ended_before_its_exports_is_not_finished(directory, exported):
-    claim(directory, config=CONFIG, resume="auto")
-    path = save(directory, 8, finished=True)
-    (directory / "export" / "exported.json").unlink()
-    if exported is not None:
-        (directory / "export" / "exported.json").write_text(json.dumps({"step": exported}) + "\n")
-    run = claim(directory, config=CONFIG, resume="auto")
-    assert (run.finished, run.resume_from) == (False, path)
-    run.export.mkdir(exist_ok=True)
-    run.record_exports(8)
-    assert claim(directory, config=CONFIG, resume="auto").finished
-
-
 def test_a_raised_limit_is_remembered_until_a_checkpoint_was_saved_under_it(directory):
     first = go_on(directory)
     save(directory, 8, finished=True)
@@ -264,16 +226,6 @@ def test_a_run_is_as_before_where_a_start_that_would_continue_it_fails(directory
         raise ConfigError("the checkpoint is of another model")
     assert {name: (directory / name).read_bytes() for name in before} == before
     assert len(listing(directory)) == len(before) + 2, "and the folders of checkpoints"
-
-
-@pytest.mark.parametrize("names", ["run", "checkpoint"])
-def test_a_new_run_may_start_from_a_checkpoint_of_another(directory, names):
-    first = directory.with_name("first")
-    claim(first, config=CONFIG, resume="auto")
-    checkpoint = save(first, 2, 4)
-    run = claim(directory, config=CONFIG, resume=str(first if names == "run" else checkpoint))
-    assert run.resume_from == checkpoint
-    assert run.created
 
 
 def test_a_run_requeued_with_its_origin_continues_from_its_own_checkpoint(directory):
