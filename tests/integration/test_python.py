@@ -68,7 +68,7 @@ def test_a_notebook_composes_trains_and_generates(tmp_path: Path, monkeypatch: p
     again = {"real": tmp_path / "images", "features": "package:tiny", "count": 4, "steps": 1}
     found = evaluate(first, "a red circle", **again)
     assert found.images == 4
-    assert found.measures["fid"] >= 0.0
+    assert found.measures["fid"] > -1e-3, "rounding may leave less than 0 of equal sets"
     assert HydraConfig.instance().cfg is before
 
 
