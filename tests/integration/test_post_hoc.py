@@ -99,4 +99,4 @@ def test_a_run_that_keeps_none_says_which_key_would(tmp_path):
 def test_averages_cannot_begin_in_the_middle(finetuned, capsys):
     code = launch(["task=finetune", "model=c_tiny", *NARROW, *KEEPING, "ema.post_hoc=[0.1]", f"run.dir={finetuned}"])
     assert code != 0
-    assert "ema.post_hoc: [0.05, 0.1] -> [0.1]" in capsys.readouterr().err
+    assert "ema.post_hoc[0]: 0.05 -> 0.1" in capsys.readouterr().err
