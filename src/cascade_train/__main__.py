@@ -28,6 +28,8 @@ def main() -> None:
     if not sys.flags.safe_path and not {"", str(Path.cwd())} & set(sys.path):
         sys.path.append(str(Path.cwd()))  # modules of a user's own, which `python -m` finds without this
     if not is_training(sys.argv[1:]):
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="replace")
         gc.set_threshold(GC_THRESHOLD)
         try:
             leave(launch(sys.argv[1:]))

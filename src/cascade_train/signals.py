@@ -66,7 +66,7 @@ def stop_at_once(number: int, frame: FrameType | None) -> None:
 
 def _say(text: str) -> None:
     """Write a line to stderr on the first rank, by a call that is safe in a signal handler."""
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+    if (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0":
         with suppress(OSError):  # the terminal may be closed
             os.write(2, f"\n{text}\n".encode())
 

@@ -1,11 +1,13 @@
 """The three ways in, as processes: what they answer without torch."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from cascade_train.config.groups import commands
 from tests.warm.programs import warm_programs
@@ -53,6 +55,16 @@ def test_showing_a_configuration_imports_no_checks(tmp_path: Path):
     imported = start(tmp_path, "--cfg", "job", *TINY, flags=("-X", "importtime")).stderr
     assert "cascade_train.config.schema" in imported
     assert not [name for name in ("preflight", "components", "assembly", "config.help") if f"{name}\n" in imported]
+
+
+def test_a_command_replaces_what_its_output_cannot_encode(tmp_path: Path):
+    folder = tmp_path / "été"
+    folder.mkdir()
+    Image.new("RGB", (9, 9)).save(folder / "a.png")
+    command = [sys.executable, "-m", "cascade_train", "pack", f"folder={folder}", f"out={folder}", "name=a"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, "?t?/a-000000.tar" in done.stdout) == (0, True), done.stderr
 
 
 def test_console_script_is_the_same_way_in(tmp_path: Path):

@@ -182,7 +182,9 @@ def test_what_must_not_be_left_half_done_is_finished_first(signals):
     assert done
 
 
-@pytest.mark.parametrize(("number", "rank", "lines"), [(signal.SIGINT, "0", 1), (signal.SIGUSR1, "1", 0)])
+@pytest.mark.parametrize(
+    ("number", "rank", "lines"), [(signal.SIGINT, "0", 1), (signal.SIGUSR1, "1", 0), (signal.SIGHUP, "", 1)]
+)
 def test_during_imports_the_process_ends_at_once(number, rank, lines):
     program = f"""
 import signal

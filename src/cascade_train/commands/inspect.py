@@ -14,12 +14,14 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from cascade_train.commands.parts.command_line import Command
-from cascade_train.errors import RunError
+from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.output import check_output, replaced_file
 from cascade_train.options import check_choice, limit
 
 FAULTS = ("unreadable", "duplicates", "empty", "long")
 """What may be listed for data.quarantine."""
+LISTS = {"quarantine": ("sample", "reason"), "captions": ("sample", "caption", "from", "tokens")}
+"""Keys of each row of the lists, by which one of an earlier call is known."""
 DEFAULTS = {"model": "c_3b", "task": "finetune"}
 """What is composed where nothing is chosen; only sizes and the tokenizer follow from it."""
 
@@ -42,21 +44,31 @@ class InspectArgs:
     """File to write with each caption that was read, its sample, and the file, key or template that it came from."""
 
     overwrite: bool = False
-    """Replace files of these names: another page, and lists of samples or captions, which may have been edited."""
+    """Replace files of these names: whatever is no page or list of an earlier call."""
 
     def __post_init__(self) -> None:
         limit(self, "", "read", "pictures", least=1)
         for fault in self.faults:
             check_choice("faults", fault, FAULTS)
+        self.check_outputs()
+
+    def check_outputs(self, *inputs: str) -> None:
+        """Refuse names of files that must not be replaced, such as those of `inputs`; a ConfigError."""
+        paths: dict[Path, str] = {}
         for key in ("out", "quarantine", "captions"):
             if (name := getattr(self, key)) is not None:
-                check_output(Path(name).expanduser(), "inspect", key=key, overwrite=self.overwrite)
+                path, columns = Path(name).expanduser(), LISTS.get(key, ())
+                check_output(path, "inspect", key=key, overwrite=self.overwrite, inputs=inputs, columns=columns)
+                if (other := paths.setdefault(path.resolve(), key)) != key:
+                    raise ConfigError(f"{key}={name} is {other}, too. Name another file.")
 
 
 def inspect(args: InspectArgs, cfg: DictConfig) -> int:
     """Look at the data, write the page, print a summary, and return 0."""
     from cascade_train.assembly.planning.samples import make_report  # heavy: torch and everything above it
 
+    named = (cfg.data.get(key) for key in ("quarantine", "path"))
+    args.check_outputs(*(name for name in named if isinstance(name, str) and Path(name).expanduser().is_file()))
     report = make_report(cfg, read=args.read, pictures=args.pictures)
     write("out", args.out, report.page())
     told = [line for line in report.lines() if line not in report.log]  # which stderr has

@@ -12,14 +12,14 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import remove_abandoned, replacing, write_durably
-from cascade_train.files.untrusted import read_mapping
+from cascade_train.files.untrusted import bounded_lines, read_json, read_mapping
 
 EXPORTER = "export"
 """Command that trainings, too, write exports as."""
@@ -47,11 +47,12 @@ def check_output(
     overwrite: bool = False,
     inputs: Iterable[str] = (),
     names: Iterable[str] = (),
+    columns: Sequence[str] = (),
 ) -> None:
     """Refuse a file or folder that cannot be written, is read by the command, or holds what it did not write.
 
-    `inputs` are what the command reads, `names` patterns of the files that it writes into a folder. Only `path` that
-    exists and is not the command's own work yields to `overwrite`.
+    `inputs` are what the command reads, `names` patterns of the files that it writes into a folder, `columns` the keys
+    of each row of a list. Only `path` that exists and is not the command's own work yields to `overwrite`.
     """
     what, names = f"{key}={path}", tuple(names)
     for source in inputs:
@@ -68,7 +69,7 @@ def check_output(
     if path.is_dir() != is_folder:
         there_is, wanted = ("a file", "a folder") if is_folder else ("a folder", "a file")
         raise ConfigError(f"{what} is {there_is}, and {wanted} is written. Name another {key}=.")
-    if not (overwrite or is_written_by(path, command)):
+    if not (overwrite or (has_columns(path, columns) if columns else is_written_by(path, command))):
         raise ConfigError(
             f"{what} exists, and is not as cascade-train {command} left it. Name another {key}=, or replace its "
             "files by overwrite=true, which touches no others."
@@ -97,6 +98,15 @@ def is_written_by(path: Path, command: str) -> bool:
         return False
     with path.open("rb") as file:
         return generator(command).encode() in file.read(4096)
+
+
+def has_columns(path: Path, columns: Sequence[str]) -> bool:
+    """Whether each line of a file is a JSON object with just these keys, in their order."""
+    if not path.is_file():
+        return False
+    with suppress(OSError, ValueError, TypeError), path.open("rb") as file:
+        return all([*read_json(line)] == [*columns] for line in bounded_lines(file, f"{path}"))
+    return False
 
 
 def _header(path: Path) -> dict[str, str]:

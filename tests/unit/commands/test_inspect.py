@@ -255,6 +255,23 @@ def test_what_costs_most_comes_first_and_what_helps_is_named(
     assert "<th>data.aspect_ratios</th>" in (tmp_path / "again.html").read_text()
 
 
+def test_its_own_lists_are_written_again_but_none_that_was_edited_or_is_read_or_named_twice(tmp_path: Path, capfd):
+    root, page = sick_folder(tmp_path / "root"), tmp_path / "page.html"
+    captions, listed = tmp_path / "captions.jsonl", tmp_path / "list.jsonl"
+    lists = (f"captions={captions}", f"quarantine={listed}")
+    for _ in range(2):
+        inspected(page, *of(root), *lists)
+    for path in (captions, listed):
+        with path.open("a") as file:
+            file.write('{"sample": "root:mine.png"}\n')
+        assert launch(["inspect", *SMALL, *of(root), *lists, f"out={page}"]) == 2
+        assert f"={path} exists" in capfd.readouterr().err
+        inspected(page, *of(root), *lists, "overwrite=true")
+    for more in (f"data.quarantine={listed}", f"captions={listed}"):
+        assert launch(["inspect", *SMALL, *of(root), f"quarantine={listed}", more, f"out={page}"]) == 2
+    assert "mine" not in listed.read_text()
+
+
 @pytest.mark.parametrize("key", ["out", "captions", "quarantine"])
 def test_a_picture_or_caption_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd, key: str):
     monkeypatch.chdir(tmp_path)
