@@ -36,8 +36,13 @@ from tests.warm import quick
 
 gc.disable()  # until all is collected: what tests import stays
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell leaves it to what runs in its background
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) == signal.SIG_IGN:  # as a shell or nohup leaves it to what runs in the background
+        signal.signal(_number, _handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS_OF_SLOW_TESTS = 1800

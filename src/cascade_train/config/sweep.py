@@ -208,10 +208,8 @@ def _show_changes(path: Path, config: DictConfig) -> None:
         saved = list(load_mapping(path)["hydra"]["overrides"]["task"])
     except (ValueError, LookupError, TypeError):
         saved = []
-    before, now = (
-        {key_of(override): redact_argument(override) for override in map(str, overrides) if parses(override)}
-        for overrides in (saved, typed)
-    )
+    now = {key_of(override): redact_argument(override) for override in map(str, typed) if parses(override)}  # not swept
+    before = {key_of(override): redact_argument(override) for override in map(str, saved)}
     changed = [f"{before[key]} before, {now[key]} now" for key in now if before.get(key, now[key]) != now[key]]
     if changed:
         sys.stderr.write(

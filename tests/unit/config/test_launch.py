@@ -35,11 +35,16 @@ def test_exit_code_and_error_of_the_training_are_returned(start: Start):
     assert start(*TINY, train=fail) == (1, "the disk is full.\n")
 
 
+def as_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": 4, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+
+
 def test_defect_keeps_its_traceback_and_names_the_rank(start: Start, monkeypatch: pytest.MonkeyPatch):
     def fail(cfg: DictConfig) -> int:
         raise IndexError("a defect")
 
-    monkeypatch.setenv("RANK", "3")
+    as_rank(3, monkeypatch)
     code, text = start(*TINY, train=fail)
     assert code == 1
     assert "Traceback" in text
@@ -48,7 +53,7 @@ def test_defect_keeps_its_traceback_and_names_the_rank(start: Start, monkeypatch
 
 def test_refusal_speaks_on_rank_zero_alone(start: Start, monkeypatch: pytest.MonkeyPatch):
     assert start(*TINY, "train.max_steps=0") == (2, "train.max_steps=0 must be 1 or more.\n")
-    monkeypatch.setenv("RANK", "1")
+    as_rank(1, monkeypatch)
     assert start(*TINY, "train.max_steps=0") == (2, "")
     assert start(*TINY, "--nonsense") == (2, "")
 

@@ -98,7 +98,7 @@ def test_classes_that_keep_the_contract_pass(own: str, key: str, name: str):
         ("data", "Alone", r"data._target_=\w+.Alone cannot be used: Alone does not inherit from Source. Write 'from "
          r"cascade_train.data.source import Source' and 'class Alone\(Source\)', and define read in it."),
         ("data", "Half", "Half does not define read. Define what is missing"),
-        ("task", "Bare", "does not define .*exports, fits, measures, .*trains_network. Define"),
+        ("task", "Bare", "does not define .*exports, fits, .*measures, .*trains_network. Define"),
         ("task", "Whole", "Whole does not inherit from Task"),
         ("objective", "Alone", "Alone does not inherit from Objective or PictureObjective. Write"),
         ("optimizer", "NoOptimizer", "Or choose optimizer=torch and optimizer.algorithm._target_=.*NoOptimizer"),

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from cascade_train.assembly.components import build_component
 from cascade_train.config.groups import group_options
 from cascade_train.config.targets import import_target
 from cascade_train.distributed import parallelize as seam
@@ -299,12 +300,12 @@ def test_what_is_free_of_a_schedule_takes_none_and_no_second_average():
     [
         ("optimizer=lion +optimizer.algorithm.beta=[0.9,0.9]", r"algorithm.beta is unknown: .*Did you mean .*betas"),
         ("optimizer=came optimizer.algorithm.betas=[0.9,0.9,2.0]", r"optimizer.algorithm: .*beta"),
-        ("optimizer=muon optimizer.algorithm.lr_ratio=0.0", r"optimizer.algorithm.lr_ratio=0.0 must be positive"),
+        ("optimizer=muon optimizer.algorithm.lr_ratio=0.0", r"optimizer.algorithm: lr_ratio=0.0 must be positive"),
     ],
 )
 def test_wrong_arguments_are_refused_before_the_run(option, message):
     with pytest.raises(ConfigError, match=message):
-        checked("model=c_tiny", "task=lora", *option.split())
+        build_component(checked("model=c_tiny", "task=lora", *option.split()), "optimizer")
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):

@@ -151,7 +151,7 @@ def test_another_network_is_refused_and_so_is_a_missing_library(
         load_inception(str(tmp_path / "other.safetensors"), device=CPU, key="validate.rfid")
     (tmp_path / "page.pth").write_text("<html>Sign in")
     for load, wanted in ((load_inception, "weights-inception-2015-12-05"), (load_lpips, "vgg16-397923af")):
-        with pytest.raises(ConfigError, match=f"features=.*page.pth: .*is a web page.*Give .*{wanted}.*, or null"):
+        with pytest.raises(ConfigError, match=f"features=.*page.pth: .*and no web page.*Give .*{wanted}.*, or null"):
             load(str(tmp_path / "page.pth"), device=CPU, key="features")
     monkeypatch.setattr("cascade_train.models.image_quality.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"by the library torchmetrics, which is not .*--editable '\.\[metrics\]'"):

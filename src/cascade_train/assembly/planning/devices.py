@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -75,15 +73,6 @@ class Budget:
         """Bytes that a run may fill of each device, or of `memory.budget_gb`."""
         gb = self.gb if asked_gb is None or isinstance(asked_gb, str) else asked_gb
         return gb * 1e9 * (USABLE if self.on_cuda else HOST_USABLE)
-
-
-def free_gb(device: torch.device, machine_ranks: int) -> tuple[float, float]:
-    """A rank's free GB on its device, and on its host beside a GPU."""
-    host = free_host_bytes() / machine_ranks / 1e9
-    if device.type != "cuda":
-        return host, math.inf
-    free, whole = torch.cuda.mem_get_info(device)
-    return min(whole, free + CONTEXT_BYTES) / 1e9, host
 
 
 def free_host_bytes() -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.assembly.components import build_parts
-from cascade_train.assembly.planning.devices import Budget, as_gb, free_gb
+from cascade_train.assembly.planning.devices import CONTEXT_BYTES, Budget, as_gb, free_host_bytes
 from cascade_train.assembly.planning.memory import Memory, changed, divisors, layout_of
 from cascade_train.assembly.planning.memory_trace import unloaded
 from cascade_train.config.groups import option_files, typed_keys
@@ -161,3 +163,12 @@ def too_large(cfg: DictConfig, choice: Choice, budget: Budget) -> str:
 
 def _is_size_open(cfg: DictConfig, budget: Budget) -> bool:
     return cfg.train.micro_batch_size == AUTO or (cfg.memory.budget_gb is not None and budget.may_set(MICRO))
+
+
+def free_gb(device: torch.device, machine_ranks: int) -> tuple[float, float]:
+    """A rank's free GB on its device, and on its host beside a GPU."""
+    host = free_host_bytes() / machine_ranks / 1e9
+    if device.type != "cuda":
+        return host, math.inf
+    free, whole = torch.cuda.mem_get_info(device)
+    return min(whole, free + CONTEXT_BYTES) / 1e9, host

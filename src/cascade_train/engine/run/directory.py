@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -222,15 +223,26 @@ def _continue_run(
             "This run began from run.resume=%s and has no checkpoint of its own: run.resume=auto begins it anew, from"
             " the model's weights.", began_from
         )  # fmt: skip
+    finished = checkpoint is not None and _is_finished(directory, checkpoint, saved, config)
+    if not finished:
+        _check_writable(directory)
     return RunDirectory(
         path=directory,
         config=config,
         resume_from=checkpoint,
-        finished=checkpoint is not None and _is_finished(directory, checkpoint, saved, config),
+        finished=finished,
         differences=differences,
         created=False,
         lock=lock,
     )
+
+
+def _check_writable(directory: Path) -> None:
+    try:
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(f"run.dir={directory} is not writable: {error}. Remedy: make it so, or a new run") from error
 
 
 def _is_finished(directory: Path, checkpoint: Path, saved: Mapping[str, Any], config: Mapping[str, Any]) -> bool:

@@ -13,10 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from cascade_train.assembly.planning import devices, memory, strategies
-from cascade_train.assembly.planning.devices import HOST_USABLE, USABLE, Budget, free_gb, free_host_bytes
+from cascade_train.assembly.planning.devices import HOST_USABLE, USABLE, Budget, free_host_bytes
 from cascade_train.assembly.planning.memory import Memory, changed, layout_of, memory_of, over_ranks
 from cascade_train.assembly.planning.memory_trace import MemoryTrace
-from cascade_train.assembly.planning.strategies import EXACT, MICRO, ROUNDING, Values, choose, chosen, savings
+from cascade_train.assembly.planning.strategies import EXACT, MICRO, ROUNDING, Values, choose, chosen, free_gb, savings
 from cascade_train.distributed import sharded
 from cascade_train.errors import ConfigError
 from tests.integration.runs import SMALL

@@ -162,7 +162,8 @@ def test_defects_and_refusals_are_raised_where_the_user_asks(monkeypatch: pytest
 def test_a_command_that_writes_files_runs_in_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     assert launch(["shapes", "out=a"]) == 2
     assert "this command runs in one process: start it without torchrun" in capsys.readouterr().err
 
