@@ -225,24 +225,40 @@ def own_sources(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sources(component: Any) -> dict[str, str]:
-    """Digests of its module, those of its bases, and what these import from their package or from files beside it."""
+    """Digests of its module, those of its bases, and what these import from their package or from beside it."""
     package = component.__module__.partition(".")[0]
-    top = sys.modules[package]
-    place = next(iter(getattr(top, "__path__", [])), getattr(top, "__file__", None))
-    if place is None:  # a notebook
-        return {package: sha256(inspect.getsource(component).encode()).hexdigest()}
+    place = _folder_of(package)
+    if place is None:
+        return {package: sha256(_lines(component).encode()).hexdigest()}
+    is_installed = place.name in ("site-packages", "dist-packages")
     waiting = {base.__module__ for base in getattr(component, "__mro__", [component])}
     digests: dict[str, str] = {}
     while waiting:
         name = waiting.pop()
-        module = sys.modules.get(name)
+        module, top = sys.modules.get(name), name.partition(".")[0]
         file = Path(getattr(module, "__file__", None) or ".")
-        is_own = name.partition(".")[0] == package or file.parent == Path(place).parent
+        is_own = top == package or (not is_installed and _folder_of(top) == place)
         if is_own and file.suffix == ".py" and name not in digests:
             text = file.read_bytes()
             digests[name] = sha256(text).hexdigest()
             waiting |= _imports(text, getattr(module, "__package__", None))
     return digests
+
+
+def _folder_of(package: str) -> Path | None:
+    """Folder in which an imported package or module lies; None = no folder, as that of a notebook."""
+    top = sys.modules.get(package)
+    path = next(iter(getattr(top, "__path__", [])), getattr(top, "__file__", None))
+    return None if path is None else Path(path).parent
+
+
+def _lines(component: Any) -> str:
+    """Source of the methods of a class without a file, of which Python knows no lines itself; "" = of none."""
+    methods = filter(inspect.isfunction, vars(component).values()) if inspect.isclass(component) else [component]
+    try:
+        return "".join(map(inspect.getsource, methods))
+    except OSError:  # typed at a prompt, or piped
+        return ""
 
 
 def _imports(text: bytes, package: str | None) -> set[str]:

@@ -300,7 +300,8 @@ def check_averages(phases: Sequence[BoundPhase], step: int, max_steps: int) -> l
             found.append(
                 f"ema.decay={ema.decay}: at the last step, after {updates} updates, {share:.2%} of the average comes "
                 "from this training, the rest from the weights that it began with. The average is what is sampled and "
-                "exported. Set ema.ramp=true or a smaller ema.decay; export weights=trained leaves it out."
+                "exported. Set a smaller ema.decay, or ema.ramp=true (without effect beside ema.weights); "
+                "export weights=trained leaves it out."
             )
     return found
 

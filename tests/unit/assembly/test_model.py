@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import linecache
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from cascade_train.assembly.components import build_parts
-from cascade_train.assembly.model import RECORD, record_weights, weight_specs
+from cascade_train.assembly.model import RECORD, own_sources, record_weights, weight_specs
 from cascade_train.config.saved import composed
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import parse_source
@@ -78,3 +81,24 @@ def test_weights_of_another_version_of_the_package_are_refused_with_the_way_to_t
         ConfigError, match=r"package:tiny: its files changed .*; go on with the library that .*environment.json"
     ):
         record_weights(tmp_path, [spec], initial=(), resumed=True)
+
+
+def test_sources_of_a_class_include_packages_beside_its_file(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "scales").mkdir()
+    (tmp_path / "scales" / "loss.py").write_text("SCALE = 1.0\n")
+    (tmp_path / "own_loss.py").write_text("import json\nfrom scales.loss import SCALE\n\nclass Mine:\n    pass\n")
+    files = own_sources({"objective": {"_target_": "own_loss.Mine"}})["own_loss.Mine"]["files"]
+    assert files.keys() == {"own_loss", "scales.loss"}
+
+
+def test_sources_of_a_class_in_a_notebook_are_those_of_its_methods(monkeypatch):
+    def sources_of(factor: int) -> object:
+        cell, notebook = f"class Mine:\n    def loss(self): return {factor}\n", ModuleType("own_notebook")
+        lines = (len(cell), None, cell.splitlines(keepends=True), f"cell {factor}")
+        monkeypatch.setitem(linecache.cache, f"cell {factor}", lines)
+        monkeypatch.setitem(sys.modules, "own_notebook", notebook)
+        exec(compile(cell, f"cell {factor}", "exec"), vars(notebook))
+        return own_sources({"objective": {"_target_": "own_notebook.Mine"}})
+
+    assert sources_of(1) == sources_of(1) != sources_of(2)
