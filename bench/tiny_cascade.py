@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.shapes_judge import ATTRIBUTES, accuracies
 from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.config.saved import to_plain
-from cascade_train.data.latent_cache import read_manifest
+from cascade_train.data.cached import read_manifest
 from cascade_train.data.shapes import Scene, Shapes
 from cascade_train.engine.sampling import compose_grid
 from cascade_train.models.cascade.convolutional import ConvolutionalCompressor

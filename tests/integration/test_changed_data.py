@@ -140,8 +140,8 @@ def test_a_run_goes_on_in_its_epoch_with_a_copy_of_its_data_elsewhere(data: Path
 
 def test_what_a_killed_process_left_in_a_cache_is_removed(tmp_path: Path, told: Told) -> None:
     killing = (
-        "import os, sys; from cascade_train.assembly import cache_making; from cascade_train.data import latent_cache\n"
-        "latent_cache.np.savez = lambda *_, **__: os.kill(os.getpid(), 9)\n"
+        "import os, sys; from cascade_train.assembly import cache_making; from cascade_train.data import cached\n"
+        "cached.np.savez = lambda *_, **__: os.kill(os.getpid(), 9)\n"
         "from cascade_train.__main__ import launch; launch(sys.argv[1:])"
     )
     told.by_cache(tmp_path / "cache", "data=shapes", "data.samples=8", "task_count=2")

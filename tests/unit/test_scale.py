@@ -19,7 +19,7 @@ from cascade_train.data.data_set import Rows, open_data_set
 from cascade_train.data.index.row_filter import RowFilters, parse_row_filters
 from cascade_train.data.index.rows import Index
 from cascade_train.data.parquet import PARQUET_FIELDS
-from cascade_train.data.survey.look import survey
+from cascade_train.data.survey import survey
 from cascade_train.data.tar.files import check_urls
 from cascade_train.engine.checkpoint import folder as manifests
 from cascade_train.engine.checkpoint.folder import (

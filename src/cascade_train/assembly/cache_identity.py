@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.config.arguments import component_options
-from cascade_train.data.cached import Cached
-from cascade_train.data.latent_cache import CONTENT, same_option
+from cascade_train.data.cached import CONTENT, Cached, same_option
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import parse_source
 from cascade_train.models.formats.weights_source import local_path
@@ -122,10 +121,8 @@ def check_data(cfg: Mapping[str, Any], source: Cached) -> None:
             follows = key == "data.image_size" and own == cfg.get("model", {}).get("image_size")
             typed = "model.image_size" if follows else key
             remedy = f"Set {typed}={held.get(key)}" if follows else f"Leave {key} out"
-            raise ConfigError(
-                f"{typed}={own} differs from the cache at data.path={source.path}, which was made with"
-                f" {typed}={held.get(key)}. {remedy}, or make another cache."
-            )
+            text = f"{typed}={own} differs from the cache at data.path={source.path}, which was made with"
+            raise ConfigError(f"{text} {typed}={held.get(key)}. {remedy}, or make another cache.")
 
 
 def component_defaults(source: Cached) -> dict[str, Any]:
@@ -147,7 +144,4 @@ def refuse_reconstruction(stage: Stage, task: Task, why: str) -> None:
 def refuse_trained(parts: Iterable[str], why: str) -> None:
     """Refuse parts whose outputs are cached and that train, so that their outputs would change."""
     for part in parts:
-        raise ConfigError(
-            f"task: something in model.{part} trains, but {why}: make the cache with captions=false, which leaves"
-            " captions to the text encoder"
-        )
+        raise ConfigError(f"task: something in model.{part} trains, but {why}: make the cache with captions=false")

@@ -30,10 +30,8 @@ from cascade_train.assembly.model import compute_dtype
 from cascade_train.assembly.samples import read_sample_prompts
 from cascade_train.batch import Batch
 from cascade_train.config.saved import to_plain
-from cascade_train.data.cached import Cached
-from cascade_train.data.data_set import Rows, open_data_set
-from cascade_train.data.index.rows import Index
-from cascade_train.data.latent_cache import (
+from cascade_train.data.cached import (
+    Cached,
     CachedSample,
     CacheManifest,
     is_whole,
@@ -41,6 +39,8 @@ from cascade_train.data.latent_cache import (
     write_manifest,
     write_unit,
 )
+from cascade_train.data.data_set import Rows, open_data_set
+from cascade_train.data.index.rows import Index
 from cascade_train.data.loading.worker import MicroBatches, Results
 from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import FEW, RawSample, too_many_text
@@ -125,19 +125,15 @@ def refuse_drawn_captions(source: Source, rows: np.ndarray, *, captions: bool) -
     """Refuse captions that change from epoch to epoch, or that the run could not make again."""
     kinds = list({id(kind): kind for kind in map(source.captions_of, rows.tolist())}.values())
     if captions and not all(kind.is_constant for kind in kinds):
-        raise ConfigError(
-            "data.captions draws anew each epoch, which a cache cannot hold: make the cache with captions=false, which"
-            " leaves captions to the run and its text encoder, or set what is drawn to a fixed choice."
-        )
+        text = "data.captions draws anew each epoch, which a cache cannot hold"
+        raise ConfigError(f"{text}: make the cache with captions=false, or set what is drawn to a fixed choice.")
     if not captions and any(kind is not source.captions for kind in kinds):
-        raise ConfigError(
-            "captions=false keeps captions as they are read, but the joined sources of data have data.captions of"
-            " their own: make the cache with captions=true, or one cache of each source."
-        )
+        text = "captions=false keeps captions as they are read, but the joined sources have data.captions of their own"
+        raise ConfigError(f"{text}: make the cache with captions=true, or one cache of each source.")
 
 
 def sized_index(source: Source, index: Index, rows: np.ndarray) -> Index:
-    """Return the index with the sizes that pictures are trained at, 0 where a row takes no part."""
+    """Index with the sizes that pictures are trained at, 0 where a row takes no part."""
     buckets, table = source.bucket_table(index), index.table.copy()
     bucket_N = buckets.nearest(table["width"].astype(np.int64), table["height"].astype(np.int64))
     takes_part = np.isin(np.arange(len(index)), rows)
@@ -167,7 +163,7 @@ class Encoder:
         return cls(stage=stage, maker=maker, device=device, has_captions=has_captions, **form)
 
     def images(self, batch: Batch) -> list[dict[str, Tensor]]:
-        """Return the cached tensors of each picture, by name, on the host; a mask if parts do not count."""
+        """Cached tensors of each picture, by name, on the host; a mask if parts do not count."""
         assert batch.image_BCHW is not None, "pictures are read from their source"
         image_BCHW = batch.image_BCHW.to(self.device, non_blocking=True).float() / 255
         products = self.stage.make_image_products(image_BCHW)
@@ -183,7 +179,7 @@ class Encoder:
         return kept
 
     def captions(self, captions: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        """Return the cached tensors of each caption, on the host; none if captions are not cached."""
+        """Cached tensors of each caption, on the host; none if captions are not cached."""
         found: dict[str, dict[str, Tensor]] = {}
         for start in range(0, len(captions) if self.has_captions else 0, self.batch_size):
             part = captions[start : start + self.batch_size]
@@ -196,7 +192,7 @@ class Encoder:
 
 
 def describe(cfg: Mapping[str, Any], encoder: Encoder, data: Rows, index: Index, unit_samples: int) -> CacheManifest:
-    """Return the manifest of a cache, its forms by encoding a black square and the empty caption."""
+    """Manifest of a cache, its forms by encoding a black square and the empty caption."""
     source, transform = data.source, data.transform
     size, stage = source.image_size, encoder.stage
     black, zero_1 = np.zeros((3, size, size), dtype=np.uint8), torch.zeros(1, dtype=torch.int64)
@@ -227,7 +223,7 @@ def _form(tensor: Tensor) -> str:
 
 
 def rows_by_size(table: np.ndarray, rows: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
-    """Return the rows of each (height, width) in pixels, in their order."""
+    """Rows of each (height, width) in pixels, in their order."""
     heights, widths = table["height"][rows].astype(np.int64), table["width"][rows].astype(np.int64)
     sizes = np.unique(np.stack([heights, widths], axis=1), axis=0).tolist()
     return {(height, width): rows[(heights == height) & (widths == width)] for height, width in sizes}
@@ -242,7 +238,7 @@ class PictureReader(MicroBatches):
         super().__init__(data.source, data.index, self._rows_of, seed, data.transform)
 
     def __getitem__(self, step: Step) -> Pictures | RunError:  # type: ignore[override]
-        """Return a batch of one size, with stand-ins, and the samples of the source by row."""
+        """A batch of one size, with stand-ins, and the samples of the source by row."""
         self._raw = {}
         batch = super().__getitem__(step)
         return batch if isinstance(batch, RunError) else (batch, self._raw)
@@ -254,7 +250,7 @@ class PictureReader(MicroBatches):
         return raw
 
     def steps(self, rows: range, batch_size: int) -> list[Step]:
-        """Return which pictures of some rows are read together: those of one size."""
+        """Which pictures of some rows are read together: those of one size."""
         steps = []
         for (height, width), members in self._rows_of.items():
             start, stop = np.searchsorted(members, (rows.start, rows.stop))
@@ -294,7 +290,7 @@ def fill(
 
 
 def keep_readable(encoder: Encoder, batch: Batch, raw: Mapping[int, RawSample], step: Step) -> dict[int, CachedSample]:
-    """Return the requested samples as they are cached, without the stand-ins of others."""
+    """Requested samples as they are cached, without the stand-ins of others."""
     tensors, kept = encoder.images(batch), {}
     for place, row in enumerate(step.rows.tolist()):
         if int(batch.index_B[place]) != row:
@@ -316,7 +312,7 @@ def refuse_unreadable(names: Sequence[str], seen: int, share: float) -> None:
 
 
 def summary(folder: Path, manifest: CacheManifest) -> str:
-    """Return a cache's size and how to use it."""
+    """A cache's size and how to use it."""
     tables = [load_table(folder, unit, manifest) for unit in range(manifest.units)]
     done = [table for table in tables if table is not None]
     samples = sum(int((table.samples["bytes"].min(axis=1) > 0).sum()) for table in done)

@@ -48,12 +48,11 @@ class BucketTable:
         Sizes are in pixels; a picture whose width or height is 0, unknown, counts as square.
         """
         if self.distance == "exact":
-            size_K, own_N = (
-                h.astype(np.int64) << 32 | w.astype(np.int64) for h, w in (self.sizes_K2.T, (height_N, width_N))
-            )
+            sides = (self.sizes_K2.T, (height_N, width_N))
+            size_K, size_N = (height.astype(np.int64) << 32 | width.astype(np.int64) for height, width in sides)
             order = np.argsort(size_K)
-            found_N = order[np.searchsorted(size_K[order], own_N).clip(max=len(order) - 1)]
-            return np.where(size_K[found_N] == own_N, found_N, 0)  # the first where the size is unknown
+            bucket_N = order[np.searchsorted(size_K[order], size_N).clip(max=len(order) - 1)]
+            return np.where(size_K[bucket_N] == size_N, bucket_N, 0)  # the first where the size is unknown
         known = (width_N > 0) & (height_N > 0)
         ratio_N = np.where(known, width_N, 1) / np.where(known, height_N, 1)
         own, other = (np.log(ratio_N), np.log(self.ratio_E)) if self.distance == "log" else (ratio_N, self.ratio_E)
@@ -104,10 +103,8 @@ class Buckets:
         size_E2 = np.array([bucket_size(ratio, image_size**2, self.multiple_px) for ratio in ratio_E])
         thin = np.flatnonzero(size_E2.min(axis=1) == 0)
         if len(thin):
-            raise ValueError(
-                f"data.aspect_ratios: {ratio_E[thin[0]]:g} leaves a side below data.buckets.multiple_px="
-                f"{self.multiple_px} at data.image_size={image_size}: leave it out, or train larger pictures"
-            )
+            text = f"leaves a side below data.buckets.multiple_px={self.multiple_px} at data.image_size={image_size}"
+            raise ValueError(f"data.aspect_ratios: {ratio_E[thin[0]]:g} {text}: leave it out, or train larger pictures")
         sizes: dict[tuple[int, int], int] = {}
         bucket_E = np.array([sizes.setdefault((height, width), len(sizes)) for height, width in size_E2.tolist()])
         shape_E = size_E2[:, 1] / size_E2[:, 0] if self.distance == "log" else np.array(ratio_E)
@@ -126,13 +123,11 @@ def parse_ratios(aspect_ratios: list[str | float] | str) -> list[float]:
     """Parse the aspect ratios of a preset, or a list of fractions and decimals; else a ValueError."""
     if isinstance(aspect_ratios, str):
         if aspect_ratios not in PRESETS:
-            raise ValueError(
-                f"data.aspect_ratios={aspect_ratios} is no preset: choose {', '.join(PRESETS)}, or list ratios of width"
-                " to height, as in data.aspect_ratios=[1/1,3/4,9/16]"
-            )
+            known = ", ".join(PRESETS)
+            raise ValueError(f"data.aspect_ratios={aspect_ratios} is no preset: choose {known}, or list [1/1,3/4]")
         return parse_ratios(list(PRESETS[aspect_ratios]))
     if not aspect_ratios:
-        raise ValueError("data.aspect_ratios=[] leaves no size to train at: list ratios, or null for squares")
+        raise ValueError("data.aspect_ratios=[] leaves no size to train at: null trains squares")
     return [_ratio(entry) for entry in aspect_ratios]
 
 

@@ -5,18 +5,142 @@ The empty caption of unconditional training is drawn by the task, which needs bo
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
 from cascade_train.data.sample import RawSample, UnreadableSampleError, value_of
-from cascade_train.data.tags import Tags, draw_index, weighted_texts
-from cascade_train.options import check_fields
+from cascade_train.options import check_fields, check_least
+from cascade_train.redaction import LONGEST_NAME, shortened
 
 if TYPE_CHECKING:
     import torch
+
+Weighted = tuple[str, float]
+_ACTING = ("keep_first", "shuffle", "drop_prob", "max_tags", "max_characters")
+
+
+@dataclass(kw_only=True)
+class Tags:
+    """What becomes of a caption's tags. The defaults leave a caption as it is.
+
+    `key` names a list of texts or of `{tag: smiling, weight: 0.8}`, or a mapping of tags to weights: in a shuffle, a
+    tag of twice the weight comes first twice as often.
+    """
+
+    separator: str | None = None
+    key: str | None = None
+    keep_first: int = 0
+    shuffle: bool = False
+    drop_prob: float = 0.0
+    max_tags: int | None = None
+    max_characters: int | None = None
+
+    def __post_init__(self) -> None:
+        where = "data.captions.tags."
+        if self.separator == "" or self.key == "":
+            raise ValueError(f"{where}separator and key are texts; null, not an empty text, means none")
+        check_least("data.captions.tags.keep_first", self.keep_first, 0, "it is a number of tags")
+        if not 0.0 <= self.drop_prob < 1.0:
+            raise ValueError(f"{where}drop_prob={self.drop_prob} is a share of the tags: at least 0 and below 1")
+        for name, least in (("max_tags", max(1, self.keep_first)), ("max_characters", 1)):
+            check_least(f"{where}{name}", getattr(self, name), least, "it must leave room for keep_first; null = off")
+        if self.keep_first and not (self.shuffle or self.drop_prob):
+            raise ValueError(f"{where}keep_first={self.keep_first} needs {where}shuffle=true or {where}drop_prob")
+        if self.separator is None and self.key is None:
+            acting = [name for name in _ACTING if getattr(self, name) != getattr(Tags, name)]
+            if acting:
+                value = getattr(self, acting[0])
+                raise ValueError(f"{where}{acting[0]}={value} finds no tags: set {where}separator or {where}key")
+        self._separator = "," if self.separator is None else self.separator
+        self._joint = f"{self._separator.strip()} "
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether nothing is drawn."""
+        return not self.shuffle and self.drop_prob == 0.0
+
+    def apply(self, caption: str, values: Mapping[str, Any], generator: torch.Generator) -> str:
+        """Caption with its tags shuffled, dropped and truncated; the generator is the sample's own.
+
+        An UnreadableSampleError where the value under the key is not a list of tags.
+        """
+        if self.separator is None and self.key is None:
+            return caption
+        head, tags = ([caption], []) if self.separator is None else ([], self._split(caption))
+        listed = None if self.key is None else value_of(values, self.key)
+        if listed is not None:
+            tags += self._split(listed) if isinstance(listed, str) else weighted_texts(listed, str(self.key))
+        kept, rest = tags[: self.keep_first], tags[self.keep_first :]
+        if self.drop_prob > 0.0:
+            rest = [tag for tag, u in zip(rest, _uniform(len(rest), generator), strict=True) if u >= self.drop_prob]
+        if self.shuffle:  # each next one is drawn by weight from the rest
+            races = _races([weight for _, weight in rest], generator)
+            rest = [rest[i] for i in sorted(range(len(rest)), key=races.__getitem__, reverse=True)]
+        words = [word for word in [*head, *(tag for tag, _ in kept)] if word]
+        room = None if self.max_tags is None else self.max_tags - len(kept)
+        return self._joined(words, [tag for tag, _ in rest[:room]])
+
+    def _split(self, text: str) -> list[Weighted]:
+        return [(tag, 1.0) for part in text.split(self._separator) if (tag := part.strip())]
+
+    def _joined(self, words: list[str], tags: list[str]) -> str:
+        room = math.inf if self.max_characters is None else self.max_characters + len(self._joint)
+        room -= sum(len(self._joint) + len(word) for word in words)
+        for tag in tags:
+            room -= len(self._joint) + len(tag)
+            if room < 0:
+                break
+            words.append(tag)
+        return self._joint.join(words)
+
+
+def weighted_texts(value: Any, key: str) -> list[Weighted]:
+    """Texts with their weights, else 1, of a list or a mapping; see `Tags`."""
+    if isinstance(value, Mapping):
+        entries = list(value.items())
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        entries = [_entry(each) for each in value]
+    else:
+        raise UnreadableSampleError(f"{key} is {type(value).__name__}, not a list of texts")
+    for text, weight in entries:
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not (isinstance(text, str) and number and 0 < weight <= sys.float_info.max):
+            shown = shortened(f"{text}, {weight}", LONGEST_NAME)
+            raise UnreadableSampleError(f"{key} holds neither texts nor texts with a weight above 0: {shown}")
+    return [(text.strip(), float(weight)) for text, weight in entries if text.strip()]
+
+
+def draw_index(weights: Sequence[float], generator: torch.Generator) -> int:
+    """A position, drawn in proportion to the weights; of one position nothing is drawn."""
+    if len(weights) == 1:
+        return 0
+    return max(range(len(weights)), key=_races(weights, generator).__getitem__)
+
+
+def _races(weights: Sequence[float], generator: torch.Generator) -> list[float]:
+    """A score per weight; each is the largest with probability in proportion (Efraimidis and Spirakis 2006)."""
+    draws = _uniform(len(weights), generator)
+    return [math.log1p(-u) / weight for u, weight in zip(draws, weights, strict=True)]
+
+
+def _uniform(count: int, generator: torch.Generator) -> list[float]:
+    import torch  # seconds to import; a configuration is checked before
+
+    return torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+
+
+def _entry(value: Any) -> tuple[Any, Any]:
+    """Text and weight of a list's element; anything else as it is, refused later."""
+    if not isinstance(value, Mapping):
+        return value, 1.0
+    others = [each for name, each in value.items() if name != "weight"]
+    return (others[0] if len(others) == 1 else dict(value)), value.get("weight", 1.0)
+
 
 TEXT = "txt"
 """The key of the caption that the source itself reads."""
@@ -45,10 +169,7 @@ class Captions:
         check_fields(self, "data.captions.")
         self._keys = {self.key: 1.0} if isinstance(self.key, str) else dict(self.key)
         if not self._keys or not all(self._keys) or min(self._keys.values()) <= 0:
-            raise ValueError(
-                f"data.captions.key={self.key} must be the name of a key, or a mapping of names to weights above 0, as"
-                " in {caption: 0.95, txt: 0.05}"
-            )
+            raise ValueError(f"data.captions.key={self.key} must be a key, or a mapping of keys to weights above 0")
         texts = [self.template] if isinstance(self.template, str) else self.template
         if texts is not None and not texts:
             raise ValueError("data.captions.template=[] holds no template to draw; null takes captions as they are")
@@ -72,11 +193,11 @@ class Captions:
         return bool(self._keys.keys() - {TEXT} or named - {CAPTION}) or self.tags.key is not None
 
     def __call__(self, raw: RawSample, generator: torch.Generator) -> str:
-        """Return the caption of a sample; an UnreadableSampleError without key or text."""
+        """Caption of a sample; an UnreadableSampleError without key or text."""
         return self.traced(raw, generator)[0]
 
     def traced(self, raw: RawSample, generator: torch.Generator) -> tuple[str, str]:
-        """Return the caption of a sample, and its origin: file or key, and what was drawn or added."""
+        """Caption of a sample, and its origin: file or key, and what was drawn or added."""
         chosen, origin = self._chosen(raw, generator)
         caption = self.tags.apply(chosen, raw.values, generator)
         place = draw_index([1.0] * len(self._templates), generator)
@@ -103,10 +224,8 @@ class Captions:
                 return value, origin
             texts = [(line.strip(), 1.0) for line in value.splitlines() if line.strip()] or [("", 1.0)]
         elif self.choose == "whole":
-            raise UnreadableSampleError(
-                f"data.captions.key={key} is no single text but {type(value).__name__}: choose one of several by"
-                " data.captions.choose=first or random"
-            )
+            text = f"data.captions.key={key} is no single text but {type(value).__name__}"
+            raise UnreadableSampleError(f"{text}: choose one by data.captions.choose=first or random")
         elif not (texts := weighted_texts(value, key)):
             raise UnreadableSampleError(f"{key} holds no caption")
         position = draw_index([weight for _, weight in texts], generator) if self.choose == "random" else 0
@@ -114,21 +233,15 @@ class Captions:
 
 
 def _parsed_template(text: str) -> list[tuple[str, str | None]]:
-    """Return texts and the name after each: plain substitution, no attributes, indices or formats."""
+    """Texts and the name after each: plain substitution, no attributes, indices or formats."""
     where = f"data.captions.template={text}"
     try:
         parts = list(Formatter().parse(text))
     except ValueError as error:
-        raise ValueError(
-            f"{where} is no template ({error}): write {{caption}} where the caption belongs, and double a brace"
-            " that is meant"
-        ) from None
+        raise ValueError(f"{where} is no template ({error}): write {{caption}}, and {{{{ for a brace") from None
     for _, name, specification, conversion in parts:
         if specification or conversion or (name and _NAME.fullmatch(name) is None):
-            raise ValueError(
-                f"{where}: {{{name}}} must be the plain name of a value, as in {{caption}} or {{artist}};"
-                " indices, conversions and formats are not read"
-            )
+            raise ValueError(f"{where}: {{{name}}} must be the plain name of a value, as in {{caption}} or {{artist}}")
     return [(literal, CAPTION if name == "" else name) for literal, name, _, _ in parts]
 
 

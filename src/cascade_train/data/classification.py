@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cascade_train.data.folder import PictureFolder
-from cascade_train.data.index.pictures import PictureFile
+from cascade_train.data.folder import PictureFile, PictureFolder
 from cascade_train.data.index.rows import Index, combine, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.webdataset import WebDataset
@@ -45,14 +44,12 @@ class Prompts:
         found = list(given.values()) if isinstance(given, dict) else given
         texts = [[entry] if isinstance(entry, str) else entry for entry in found] if isinstance(found, list) else [None]
         if not all(isinstance(each, list) and each and all(isinstance(text, str) for text in each) for each in texts):
-            raise ConfigError(
-                f"data.idx_to_prompt={path} must map each class to a prompt or a list of prompts, as in"
-                ' {"0": "a photo of a tench"}, or list them in the order of the classes'
-            )
+            form = "map each class to a prompt or a list of prompts, or list them in the order of the classes"
+            raise ConfigError(f"data.idx_to_prompt={path} must {form}")
         return cls(given)
 
     def of(self, name: str, number: int | None = None) -> list[str]:
-        """Return the prompts of a class, none if it is unknown; in a list, those of its number, else of its name."""
+        """Prompts of a class, none if it is unknown; in a list, those of its number, else of its name."""
         if self.given is None:
             return [name.replace("_", " ")]
         if isinstance(self.given, Mapping):
@@ -63,7 +60,7 @@ class Prompts:
         return [found] if isinstance(found, str) else list(found)
 
     def add_to(self, index: Index) -> Index:
-        """Return an index whose content changes with the prompts, too."""
+        """An index whose content changes with the prompts, too."""
         return replace(index, content=combine(index.content, np.full(len(index), text_checksum(self.given))))
 
 
@@ -89,9 +86,8 @@ class ClassTars(WebDataset):
             except UnreadableSampleError:  # training counts it
                 continue
             if not self._prompts.of(name):
-                raise ConfigError(
-                    f"data.idx_to_prompt={self.idx_to_prompt} has no prompt for {name} of {index.name(row)}"
-                )
+                sample = f"{name} of {index.name(row)}"
+                raise ConfigError(f"data.idx_to_prompt={self.idx_to_prompt} has no prompt for {sample}")
         return index
 
     def read(self, row: int) -> RawSample:
@@ -123,10 +119,8 @@ class ClassFolders(PictureFolder):
         classes = sorted({file.name.partition("/")[0] for file in usable})
         self._prompts = {name: prompts.of(name, number) for number, name in enumerate(classes)}
         if without := [name for name, texts in self._prompts.items() if not texts]:
-            raise ConfigError(
-                f"data.idx_to_prompt={self.idx_to_prompt} has no prompt for {len(without)} of {len(classes)} classes:"
-                f" {', '.join(without[:5])}"
-            )
+            names = f"{len(without)} of {len(classes)} classes: {', '.join(without[:5])}"
+            raise ConfigError(f"data.idx_to_prompt={self.idx_to_prompt} has no prompt for {names}")
         return usable
 
     def _build_index(self) -> Index:

@@ -95,19 +95,16 @@ class DataSet:
                 if height % multiple or width % multiple:
                     squares = part.source.aspect_ratios is None
                     remedy = "image_size" if squares else f"data.buckets.multiple_px={multiple}, or image_size"
-                    raise ConfigError(
-                        f"data makes pictures of {height} x {width} pixels, but the model needs sides that are"
-                        f" multiples of {multiple}: choose {remedy}"
-                    )
+                    text = f"data makes pictures of {height} x {width} pixels, but the model needs"
+                    raise ConfigError(f"{text} multiples of {multiple}: choose {remedy}")
 
     def check_batch(self, global_batch_size: int) -> None:
         """Raise a ConfigError where a batch takes more than all training samples."""
         count = len(self.training.rows)
         if self.training.index.rows_are_samples and global_batch_size > count:
             raise ConfigError(
-                f"train.global_batch_size={global_batch_size} is more than the {count} samples to train on, so that"
-                f" each step would repeat them: set it to {count} or less, or say how often pictures come (multiply.txt"
-                " of a folder, data.repeats of a mixture)"
+                f"train.global_batch_size={global_batch_size} is more than the {count} samples to train on: set it to"
+                f" {count} or less, or repeat pictures (multiply.txt of a folder, data.repeats of a mixture)"
             )
 
     def training_feed(self, **options: Any) -> Feed:
@@ -202,10 +199,8 @@ def open_data_set(
 
     parts = whole.index.kept("split", f"{share!r}/{whole.digest}", divide)
     if len(parts["training"]) == 0 or len(parts["held"]) == 0:
-        raise ConfigError(
-            f"validate.share={share}: of {len(whole.rows)} samples that take part {len(parts['training'])} are left to"
-            f" train on and {len(parts['held'])} held out; both must be at least 1: change the share, or add data"
-        )
+        sizes = f"{len(parts['training'])} are left to train on and {len(parts['held'])} held out"
+        raise ConfigError(f"validate.share={share}: of {len(whole.rows)} samples that take part {sizes}; add data")
     sides = (replace(whole, rows=parts[side], digest=parts[f"{side}_digest"].item()) for side in ("training", "held"))
     return DataSet(*sides)
 

@@ -7,27 +7,18 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import unicodedata
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
 from cascade_train.data.index.cache import load_checksums, load_facts, load_picture_facts
-from cascade_train.data.index.pictures import (
-    CAPTION_FILES,
-    EXTENSIONS,
-    MASK,
-    MULTIPLY,
-    VALUE_FILES,
-    PictureFile,
-    beside,
-    caption_of_name,
-    counted,
-    find_pictures,
-    read_values,
-)
+from cascade_train.data.index.row_filter import read_metadata
 from cascade_train.data.index.rows import (
     ROW_FIELDS,
     Index,
@@ -37,14 +28,164 @@ from cascade_train.data.index.rows import (
     repeat_rows,
     text_checksum,
 )
-from cascade_train.data.sample import RawSample, UnreadableSampleError, caption_text
+from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError, caption_text
 from cascade_train.data.source import FileSource
 from cascade_train.data.table import METADATA_FILES, caption_of, number_of, read_metadata_files
 from cascade_train.errors import ConfigError
+from cascade_train.files.run_folder import walk_data
+from cascade_train.files.untrusted import open_regular, parsing, read_yaml
 from cascade_train.options import File, Free, Order
 
-FOLDER_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("caption", "u1"), ("values", "u1"), ("mask", "u1")]
+EXTENSIONS = ("jpg", "jpeg", "jfif", "png", "webp", "bmp")  # of pictures, in any case
+
+MULTIPLY = "multiply.txt"
+CAPTION_FILES = ("", ".txt", ".caption")  # by the number in the index; the first is the picture's name
+VALUE_FILES = ("", ".json", ".yaml", ".yml")  # by the number in the index; the first is none
+MASK = ".mask.png"
+_MASKS = (".mask", "-masklabel", "_mask", "-mask")
+"""Endings of masks' names before the extension, in any case: as here, and as other trainers have them."""
+_MAPS = tuple(
+    mark + kind
+    for mark in "-_."
+    for kind in ("condlabel", "cond", "control", "depth", "canny", "pose", "normal", "seg")
+)
+"""Endings of control maps, which filters make here of pictures."""
+_MOST_REPEATS = 10_000  # of each picture in an epoch
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureFile:
+    """A picture in a folder and what lies beside it."""
+
+    name: str  # relative to the root, with slashes
+    factor: float  # how often it comes in an epoch, from the folder's `multiply.txt`
+    caption: int  # position in `CAPTION_FILES`
+    values: int  # position in `VALUE_FILES`
+    mask: bool  # whether it has a mask
+    aliases: Mapping[str, str] = field(default_factory=dict)  # `beside` names -> those of the disk, where they differ
+    row: Mapping[str, Any] = field(default_factory=dict)  # what a metadata file says
+
+
+def find_pictures(root: Path, others: list[str]) -> Iterator[PictureFile]:
+    """Yield the pictures below a folder, folders and names in the order of their code points.
+
+    `others` gets the names of visible files that belong to none of them. See `walk_data` for what is no data. A
+    ConfigError for a missing folder or a wrong `multiply.txt`.
+    """
+    if not root.is_dir():
+        other = f". Tars are read by: data=webdataset data.urls={root}" if root.suffix == ".tar" else ""
+        other = f". Give the folder of the pictures: data.path={root.parent}" if "*" in root.name else other
+        raise ConfigError(f"data.path={root} is not a folder; paths are relative to {Path.cwd()}{other}")
+    strange, maps = list[str](), list[str]()
+    for folder, names in walk_data(root):
+        prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
+        is_utf8 = {name: (prefix + name).encode(errors="replace").decode() == prefix + name for name in names}
+        strange += [name for name in names if not is_utf8[name]]
+        yield from _in_one_folder(folder, prefix, [name for name in names if is_utf8[name]], others, maps)
+    if maps:
+        text = "%s: %d control maps beside pictures are not read, since task.filter makes them (%s); a .txt trains one"
+        _log.warning(text, root, len(maps), ", ".join(maps[:5]))
+    if strange:
+        _log.warning("%s: left out %d files whose names are not UTF-8: %s", root, len(strange), ascii(strange[:5]))
+
+
+def caption_of_name(name: str) -> str:
+    """Part of a file name before its first underscore, without the extension."""
+    return Path(name).stem.partition("_")[0].strip()
+
+
+def read_values(path: Path, limits: FileLimits) -> Mapping[str, Any] | None:
+    """Values of a json or yaml file; None where it is no mapping that can be read, or too large."""
+    try:
+        content = limits.read(path, path.suffix[1:])
+    except UnreadableSampleError:
+        return None
+    values = read_metadata(content)
+    if values is None and path.suffix != ".json":
+        with suppress(ValueError):
+            values = read_yaml(content)
+    return values if isinstance(values, Mapping) else None
+
+
+def beside(name: str, extension: str) -> str:
+    """Name of the file with another extension beside a picture."""
+    return f"{name.rpartition('.')[0]}{extension}"
+
+
+def counted(names: Sequence[str]) -> str:
+    """How many files of each kind there are, and the first of each: `3 .gif (a.gif)`."""
+    first: dict[str, str] = {}
+    kinds = Counter(Path(name).suffix.lower() for name in names if first.setdefault(Path(name).suffix.lower(), name))
+    return ", ".join(f"{count} {kind or 'without extension'} ({first[kind]})" for kind, count in kinds.most_common())
+
+
+def _in_one_folder(
+    folder: Path, prefix: str, names: list[str], others: list[str], maps: list[str]
+) -> Iterator[PictureFile]:
+    there = {_plain(name): name for name in names} | {name: name for name in names}
+    factor = _read_factor(folder / MULTIPLY) if MULTIPLY in there else 1.0
+    pictures = {name: _plain(name).rpartition(".")[0] for name in names if Path(name).suffix[1:].lower() in EXTENSIONS}
+    masks, used, stems = dict[str, str](), {MULTIPLY}, set(pictures.values())
+    for name, stem in list(pictures.items()):
+        kind, of = _companion(stem, stems, has_caption=_first(stem, CAPTION_FILES, there) > 0)
+        if kind is not None:
+            del pictures[name]
+            if kind is _MAPS:
+                maps.append(prefix + name)
+                used.add(name)
+            elif stem.lower().endswith(_MASKS[0]) or of not in masks:
+                masks[of] = name
+    for name, stem in pictures.items():
+        caption, values = (_first(stem, extensions, there) for extensions in (CAPTION_FILES, VALUE_FILES))
+        found = {extension: there.get(stem + extension) for extension in (*CAPTION_FILES[1:], *VALUE_FILES[1:])}
+        found[MASK] = masks.get(stem)
+        used |= {name, *filter(None, found.values())}
+        expected = {beside(name, extension): other for extension, other in found.items() if other is not None}
+        yield PictureFile(
+            name=prefix + name,
+            factor=factor,
+            caption=caption,
+            values=values,
+            mask=stem in masks,
+            aliases={prefix + usual: prefix + other for usual, other in expected.items() if usual != other},
+        )
+    others += [prefix + name for name in names if name not in used]
+
+
+def _plain(name: str) -> str:
+    """A name with composed accents and a lower-case extension: zips from a Mac decompose, cameras write capitals."""
+    stem, dot, extension = unicodedata.normalize("NFC", name).rpartition(".")
+    return f"{stem}{dot}{extension.lower()}"
+
+
+def _companion(stem: str, stems: Collection[str], *, has_caption: bool) -> tuple[tuple[str, ...] | None, str]:
+    """`_MASKS` or `_MAPS` and the stem of its picture, where a picture is not one of its own; else None."""
+    lower = stem.lower()
+    for kind in (_MASKS, _MAPS):
+        if not lower.endswith(kind):
+            continue
+        ending = next(ending for ending in kind if lower.endswith(ending))
+        of = stem[: len(stem) - len(ending)]
+        if ending == _MASKS[0] or (of in stems and not has_caption):
+            return kind, of
+    return None, ""
+
+
+def _first(stem: str, extensions: tuple[str, ...], there: Collection[str]) -> int:
+    return next((i for i, extension in enumerate(extensions) if extension and stem + extension in there), 0)
+
+
+def _read_factor(path: Path) -> float:
+    remedy = "write one number, 0 or more, such as 2 or 0.5"
+    with parsing(str(path), "is no factor", remedy), open_regular(path, limit=100) as file:
+        factor = float(file.read())
+        if not 0 <= factor <= _MOST_REPEATS:
+            raise ValueError(f"{factor:g} is not between 0 and {_MOST_REPEATS}")
+        return factor
+
+
+FOLDER_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("caption", "u1"), ("values", "u1"), ("mask", "u1")]
 
 
 @dataclass(kw_only=True)
@@ -60,34 +201,32 @@ class PictureFolder(FileSource):
 
     @abc.abstractmethod
     def usable(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
-        """Return the pictures that have a caption, and log which have none; a ConfigError where none has.
+        """Pictures that have a caption, and log which have none; a ConfigError where none has.
 
         `others` are the files that belong to no picture; those that are read are removed.
         """
 
     @abc.abstractmethod
     def caption(self, row: int) -> tuple[str, str]:
-        """Return the caption of a row of the index, and where it was found."""
+        """Caption of a row of the index, and its origin."""
 
     def check(self) -> None:
         """See `Source.check`: the folder, and a picture in it."""
         others: list[str] = []
         if next(find_pictures(self._root, others), None) is None:
-            raise ConfigError(self._empty_text(others))
+            self._refuse_empty(others)
 
-    def _empty_text(self, others: Sequence[str]) -> str:
-        has_tars = next(self._root.glob("*.tar"), None) is not None
-        tars = "; its tar files are read by data=webdataset and named by data.urls" if has_tars else ""
-        return (
+    def _refuse_empty(self, others: Sequence[str]) -> NoReturn:
+        tars = "; its tar files are read by data=webdataset" if any(self._root.glob("*.tar")) else ""
+        raise ConfigError(
             f"data.path={self.path} holds no picture (.{', .'.join(EXTENSIONS)}), nor do the folders below it;"
             f" hidden files do not count{tars}{f'; there are {counted(others)}' if others else ''}"
         )
 
     def _build_index(self) -> Index:
         others: list[str] = []
-        found = list(find_pictures(self._root, others))
-        if not found:
-            raise ConfigError(self._empty_text(others))
+        if not (found := list(find_pictures(self._root, others))):
+            self._refuse_empty(others)
         found = self.usable(found, others)
         if others:
             _log.warning("%s: passed over what belongs to no picture that is read: %s", self.path, counted(others))
@@ -108,19 +247,19 @@ class PictureFolder(FileSource):
             raise ConfigError(f"data.path={self.path}: {MULTIPLY} leaves no picture; write numbers above 0")
         if len(self._filters):
             counts = np.where(self._filters.kept(self._verdicts(found)), counts, 0)
-        rows = repeat_rows(counts)
+        rows, described = repeat_rows(counts), sorted(file.name for file in found if file.row)
         self._metadata = [found[row].row for row in rows.tolist()]
         return Index(
             shards=(self._root.resolve().name,),
             table=table[rows],
             keys=keys[rows],
             filters=self._filters.identity,
-            metadata=_identity(found),
+            metadata=hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16] if described else "",
             content=content[rows],
         )
 
     def _checksums_beside(self, found: list[PictureFile]) -> np.ndarray:
-        """Return the checksums of captions, values and masks that make samples, (3, N)."""
+        """Checksums of captions, values and masks that make samples, (3, N)."""
         takes_values, names = self.captions.needs_values, list[str]()
         for file in found:
             caption = CAPTION_FILES[file.caption] if self._takes_captions else ""
@@ -133,7 +272,7 @@ class PictureFolder(FileSource):
         return parts_N3.T
 
     def _verdicts(self, found: list[PictureFile]) -> np.ndarray:
-        """Return the verdicts on each picture's values, (N, 1 + filters)."""
+        """Verdicts on each picture's values, (N, 1 + filters)."""
 
         def judge(path: Path) -> list[int]:
             return self._filters.judge(read_values(path, self.limits))
@@ -164,7 +303,7 @@ class PictureFolder(FileSource):
         )
 
     def values_of(self, row: int) -> Mapping[str, Any]:
-        """Return the values of the json or yaml beside a picture, none where there is no such file."""
+        """Values of the json or yaml beside a picture, none where there is no such file."""
         name, extension = self._index.keys[row].decode(), VALUE_FILES[self._index.table["values"][row]]
         values = self._values(name, extension, self._metadata[row])
         if values is None:
@@ -172,12 +311,11 @@ class PictureFolder(FileSource):
         return values
 
     def _beside(self, name: str, extension: str) -> str:
-        """The name on the disk of a file beside a picture."""
         usual = beside(name, extension)
         return self._aliases.get(usual, usual)
 
     def _values(self, name: str, extension: str, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Merge the row of a metadata file and the file beside a picture; None where that cannot be read."""
+        """Merge a row of a metadata file and the file beside a picture; None where that cannot be read."""
         values = read_values(self._root / self._beside(name, extension), self.limits) if extension else {}
         return None if values is None else {**row, **values}
 
@@ -214,9 +352,9 @@ class Folder(PictureFolder):
         left_out = set(missing)
         usable = [file for file in found if file.name not in left_out]
         if not usable:
+            files = ", ".join(CAPTION_FILES[1:] if self.captions.needs_text else VALUE_FILES[1:])
             raise ConfigError(
-                f"data.path={self.path}: none of {len(found)} pictures has a caption beside it"
-                f" ({', '.join(CAPTION_FILES[1:] if self.captions.needs_text else VALUE_FILES[1:])}) or in"
+                f"data.path={self.path}: none of {len(found)} pictures has a caption beside it ({files}) or in"
                 f" {' or '.join(METADATA_FILES)}; write them, or take names by data.caption_from=file_or_name"
             )
         if missing:
@@ -230,18 +368,13 @@ class Folder(PictureFolder):
     def _report_repeats(self, found: Sequence[PictureFile]) -> None:
         """Log folders below the root that are named as by kohya's scripts, `10_sks dog`, and have no `multiply.txt`."""
         folders = sorted({file.name.rpartition("/")[0] for file in found})
-        kohyas = [each for each in folders if re.match(r"[1-9]\d{0,2}_\D", each.rpartition("/")[2])]
-        if lacking := [each for each in kohyas if not (self._root / each / MULTIPLY).is_file()]:
-            text = (
-                "%s: names of folders are not read. If that of %s says how often it comes, write it into its %s, else 1"
-            )
+        kohyas = [folder for folder in folders if re.match(r"[1-9]\d{0,2}_\D", folder.rpartition("/")[2])]
+        if lacking := [folder for folder in kohyas if not (self._root / folder / MULTIPLY).is_file()]:
+            text = "%s: repeats in names of folders (%s) are not read: write the number into %s there, or 1"
             _log.warning(text, self.path, lacking[0], MULTIPLY)
 
     def _with_rows(self, found: list[PictureFile], others: list[str]) -> tuple[list[PictureFile], list[str]]:
-        """Return the pictures with their rows of metadata files, and the folders of these files.
-
-        Logs how many captions come from them; a caption beside a picture goes first.
-        """
+        """Pictures with their rows of metadata files, and the folders of these files."""
         files = [name for name in others if name.rpartition("/")[2] in METADATA_FILES]
         if not self.metadata or not files or self.caption_from == "name":
             return found, []
@@ -264,9 +397,3 @@ class Folder(PictureFolder):
         if text := caption_of(self._metadata[row]):
             return text, "a metadata file"
         return caption_of_name(name), "the picture's name"
-
-
-def _identity(found: list[PictureFile]) -> str:
-    """Return 16 hex digits that change with which pictures have a row of a metadata file, empty where none has."""
-    told = sorted(file.name for file in found if file.row)
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16] if told else ""

@@ -44,7 +44,7 @@ class JoinedSource(Source):
 
     @abc.abstractmethod
     def joined(self) -> Mapping[str, Source]:
-        """Return the sources by their keys below `data`."""
+        """Sources by their keys below `data`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,10 +54,7 @@ class JoinedSource(Source):
             raise ValueError(f"data.captions belongs to each of the joined sources here: set {keys}")
         for key, part in self.joined().items():
             if part.is_cache:
-                raise ValueError(
-                    f"data.{key}: a cache cannot be joined with other data, since it holds no pictures. Join the data"
-                    " that it was made of, and make a cache of the whole."
-                )
+                raise ValueError(f"data.{key}: a cache cannot be joined with other data; make a cache of the mixture")
         tables = [self._table_of(part) for part in self.joined().values()]
         self.has_sizes = any(table.identity != self._bucket_table.identity for table in tables)
         if self.has_sizes:
@@ -68,17 +65,12 @@ class JoinedSource(Source):
     def _check_sizes(self) -> None:
         """Check that what looks at sizes can tell those of one source from those of another."""
         if self.buckets.random_share > 0.0:
-            raise ValueError(
-                f"data.buckets.random_share={self.buckets.random_share:g} would train pictures at the sizes of other "
-                "sources: set it to 0, or give all sources one image_size"
-            )
+            share = f"data.buckets.random_share={self.buckets.random_share:g}"
+            raise ValueError(f"{share} would mix sizes of the sources: set it to 0, or give all one image_size")
         for key, part in self.joined().items():
             by_size = self._size_filters or self.buckets.max_upscale is not None
             if by_size and isinstance(part, JoinedSource) and part.has_sizes:
-                raise ValueError(
-                    f"data.{key} knows its pictures by the sizes they train at: set size_filters and "
-                    "buckets.max_upscale there, not around it"
-                )
+                raise ValueError(f"data.{key} has sizes of its own: set size_filters and buckets.max_upscale there")
 
     def _table_of(self, part: Source) -> BucketTable:
         if isinstance(part, JoinedSource) and part.has_sizes:
@@ -105,11 +97,7 @@ class JoinedSource(Source):
         return parts
 
     def _join(self, parts: Sequence[Part], name: str, blocks: int = 1) -> Index:
-        """Return the index of all rows; a sample that comes twice is two rows of one name.
-
-        The blocks are its shards, so that a plan that mixes some of them meets every source, and keeps together what
-        lies close together in a source.
-        """
+        """Index of all rows; a sample that comes twice is two rows of one name."""
         if not all(part.index.rows_are_samples for part in parts):
             raise ConfigError("data: streams cannot be mixed with other samples: give tars that can be indexed")
         self._parts = parts
@@ -140,8 +128,8 @@ class JoinedSource(Source):
                 different.update(names)
             keys[here] = np.array([f"{part.prefix}{name}".encode() for name in names], dtype=object)[places]
             by = part.index.split_by
-            own = [name.encode() for name in names] if by is None else by[rows].tolist()
-            pictures[here] = np.array(own, dtype=object)[places]
+            split_names = [name.encode() for name in names] if by is None else by[rows].tolist()
+            pictures[here] = np.array(split_names, dtype=object)[places]
         return Index(
             shards=(name,) * blocks,
             table=table,
@@ -174,8 +162,8 @@ class JoinedSource(Source):
     def prefetch(self, rows: Sequence[int]) -> None:
         """See `Source.prefetch`: each source begins to read its own rows."""
         for number, part in enumerate(self._parts):
-            if own := [int(self._row[row]) for row in rows if self._part[row] == number]:
-                part.source.prefetch(own)
+            if mine := [int(self._row[row]) for row in rows if self._part[row] == number]:
+                part.source.prefetch(mine)
 
     def record(self) -> None:
         """See `Source.record`: of each source."""
@@ -199,16 +187,14 @@ class Mixture(JoinedSource):
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise ValueError("data.sources={} names nothing to mix: +data@data.sources.mine=folder adds a source")
+            raise ValueError("data.sources={} names nothing to mix: add +data@data.sources.mine=folder")
         if isinstance(self.shares, str) and self.shares != "equal":
-            raise ValueError(
-                f"data.shares={self.shares} is unknown: write equal, or {{{next(iter(self.sources))}: 0.5, ...}}"
-            )
+            raise ValueError(f"data.shares={self.shares} is unknown: write equal, or a share of each source")
         if self.shares is not None and self.repeats is not None:
             raise ValueError("data.repeats and data.shares both say how often samples come: set one of them to null")
         for key in ("repeats", "shares", "loss_weights"):
-            given = getattr(self, key)
-            for name, number in given.items() if isinstance(given, Mapping) else ():
+            numbers = getattr(self, key)
+            for name, number in numbers.items() if isinstance(numbers, Mapping) else ():
                 if name not in self.sources:
                     raise ValueError(f"data.{key}.{name} names no source; there are {', '.join(self.sources)}")
                 if number <= 0:
@@ -287,5 +273,5 @@ class Regularised(JoinedSource):
 
 
 def _repetitions(count: int, others: int, share: float) -> int:
-    """Return how often `count` samples come beside `others` to be `share` of all: once, unless they are too few."""
+    """How often `count` samples come beside `others` to be `share` of all: once, unless they are too few."""
     return max(1, round(others * share / (1 - share) / count))

@@ -71,10 +71,8 @@ class Parquet(TableSource):
             files = [folder / name for folder, names in walk_data(path) for name in names] if path.is_dir() else [path]
             found = sorted(file for file in files if file.suffix == ".parquet" or file == path)
             if not found or not found[0].is_file():
-                raise ConfigError(
-                    f"data.path={path} is no parquet file, nor a folder that holds some; paths are relative to the"
-                    f" current folder, {Path.cwd()}"
-                )
+                text = f"data.path={path} is no parquet file, nor a folder that holds some"
+                raise ConfigError(f"{text}; paths are relative to {Path.cwd()}")
             paths += found
         return paths
 
@@ -94,22 +92,22 @@ class Parquet(TableSource):
         return paths
 
     def _scan(self, path: Path) -> TableRows:
-        found = load_file(path, self._columns, self._cache_dir)
-        table, keys = found["table"], found["keys"]
+        arrays = load_file(path, self._columns, self._cache_dir)
+        table, keys = arrays["table"], arrays["keys"]
         return TableRows(
             table=table,
             keys=keys,
             names=[actual_name(self._root(path), key.decode()) for key in keys[table["bytes"] < 0].tolist()],
-            unfilled=int(found["unfilled"]),
+            unfilled=int(arrays["unfilled"]),
             verdicts=self._verdicts(path, table),
-            content=combine(*found["checksums"].T),
+            content=combine(*arrays["checksums"].T),
         )
 
     def _verdicts(self, path: Path, table: np.ndarray) -> np.ndarray:
         verdicts = np.zeros((len(table), 1 + len(self._filters)), dtype=np.int64)
         if not len(self._filters):
             return verdicts
-        wanted = {key for each in self._filters.filters for key in each.keys}
+        wanted = {key for row_filter in self._filters.filters for key in row_filter.keys}
         with open_parquet(path) as file:
             names = [name for name in file.schema_arrow.names if name in wanted]
             edges = np.searchsorted(table["shard"], np.arange(file.num_row_groups + 1)).tolist()
@@ -155,10 +153,8 @@ def open_parquet(path: Path, *, key: str = "data.path") -> Iterator[Any]:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError(
-            f"{'data=parquet' if key == 'data.path' else key} needs the library pyarrow, which is not installed. "
-            f"{install_hint('parquet')}."
-        ) from error
+        where = "data=parquet" if key == "data.path" else key
+        raise ConfigError(f"{where} needs the library pyarrow. {install_hint('parquet')}.") from error
     with parsing(f"{key}: {path}", "is no parquet file that can be read"):
         open_regular(path).close()  # no pipe, which pyarrow would wait for
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -231,9 +227,8 @@ def picture_of(value: Any) -> tuple[bytes | None, str]:
     image, path = parts.get("bytes"), parts.get("path") or ""
     if isinstance(image, bytes | None) and isinstance(path, str):
         return image, path if len(path) <= LONGEST_KEY else ""
-    raise ConfigError(
-        f"data.image_column holds {type(value).__name__}: encoded pictures, paths, or {{bytes, path}} are read"
-    )
+    kind = type(value).__name__
+    raise ConfigError(f"data.image_column holds {kind}: encoded pictures, paths, or {{bytes, path}} are read")
 
 
 def _upright_size(image: bytes | None, values: Mapping[str, Any], columns: Columns) -> tuple[int, int]:

@@ -26,7 +26,7 @@ Row = tuple[Callable[[], str], Mapping[str, Any]]  # its place as text, and its 
 
 
 def read_prompts(given: Any, *, key: str = "prompts") -> list[str]:
-    """Return the prompts that an argument names: none, one, or a list, each a text or a file of them.
+    """Prompts that an argument names: none, one, or a list, each a text or a file of them.
 
     `@prompts.txt` has a prompt in each line that is not empty; `@captions.csv` (tsv, jsonl, ndjson, parquet) one in
     each row, in the column behind a colon, else in `caption`, `prompt` or `text`, else in the only one; of a list of
@@ -43,9 +43,7 @@ def read_prompts(given: Any, *, key: str = "prompts") -> list[str]:
 
 def _prompts_of(text: str, key: str) -> list[str]:
     if NAMED_FILE.fullmatch(text):
-        raise ConfigError(
-            f"{key}={text} names a file. Write {key}={FILE}{text}; as a prompt itself, {key}='\"{text} \"'"
-        )
+        raise ConfigError(f"{key}={text} names a file. Write {key}={FILE}{text}; as a prompt, {key}='\"{text} \"'")
     if not text.startswith(FILE):
         return [text]
     if text.startswith(2 * FILE):
@@ -53,10 +51,8 @@ def _prompts_of(text: str, key: str) -> list[str]:
     path, column = _place(text.removeprefix(FILE))
     where = f"{key}={FILE}{path}"
     if not _is_file(path):
-        raise ConfigError(
-            f"{where}: there is no such file; paths are relative to the current folder, {Path.cwd()}. A prompt that "
-            f"itself begins with {FILE} is written {FILE}{text}."
-        )
+        remedy = f"A prompt that itself begins with {FILE} is written {FILE}{text}"
+        raise ConfigError(f"{where}: there is no such file; paths are relative to {Path.cwd()}. {remedy}.")
     kind = path.suffix.lower()
     if kind == TEXT and column is not None:
         raise ConfigError(f"{where}:{column}: a .txt has a prompt in each line and no columns; leave out :{column}.")
@@ -67,7 +63,7 @@ def _prompts_of(text: str, key: str) -> list[str]:
 
 
 def _place(named: str) -> tuple[Path, str | None]:
-    """Return the path and the column behind the last colon of a text that is no file itself."""
+    """Path and the column behind the last colon of a text that is no file itself."""
     whole = Path(named).expanduser()
     path, colon, column = named.rpartition(":")
     return (Path(path).expanduser(), column) if colon and not _is_file(whole) else (whole, None)
@@ -126,7 +122,7 @@ def _line_at(path: Path, start: int) -> str:
 
 
 def _column(columns: Mapping[str, Any], named: str | None, where: str) -> str:
-    """Return the column that is named, else the one that a caption is looked for in."""
+    """Column that is named, else the one that a caption is looked for in."""
     has = list(columns)
     if named is not None and named not in has:
         raise ConfigError(f"{where}: has no column {named}; it has {', '.join(has) or 'none'}. Name one behind a colon")

@@ -53,7 +53,7 @@ class RawSample:
 
 
 def value_of(values: Mapping[str, Any], key: str) -> Any:
-    """Return a sample's value under a key; None = there is none.
+    """A sample's value under a key; None = there is none.
 
     Where `values` lack the key, its dots lead into them, `meta.title`, and a text on the way is read as json.
     """
@@ -112,12 +112,12 @@ def caption_text(content: bytes) -> str:
 
 
 def most_unreadable(samples: int, max_share: float) -> float:
-    """Return how many unreadable samples do not stop a run: a share, or a few."""
+    """How many unreadable samples do not stop a run: a share, or a few."""
     return max(min(FEW, samples // 2), max_share * samples)
 
 
 def too_many_text(count: int, samples: int, max_share: float, listed: str) -> str:
-    """Return that too many samples are unreadable, and the remedies: among them a share that would do."""
+    """That too many samples are unreadable, and the remedies: among them a share that would do."""
     return (
         f"{count} of {samples} samples are unreadable, more than data.max_unreadable_share={max_share:g} allows:"
         f" {listed}. Remove or replace them, or allow as many by"
@@ -126,12 +126,12 @@ def too_many_text(count: int, samples: int, max_share: float, listed: str) -> st
 
 
 def sufficient_share(count: int, samples: int) -> float:
-    """Return the least share, in whole percent, that allows as many unreadable samples."""
+    """Least share, in whole percent, that allows as many unreadable samples."""
     return min(1.0, math.ceil(100 * count / samples) / 100)
 
 
 def by_reason(unreadable: Iterable[tuple[str, str]]) -> str:
-    """Return samples, each a name and why it could not be used, for a message: those of one reason together."""
+    """Samples, each a name and why it could not be used, for a message: those of one reason together."""
     names: dict[str, list[str]] = {}
     for name, reason in dict.fromkeys(unreadable):
         names.setdefault(reason, []).append(shortened(name, LONGEST_NAME))

@@ -63,11 +63,11 @@ class Scene:
     background: str
 
     def renamed(self, names: Mapping[str, str]) -> Scene:
-        """Return the scene with some words replaced."""
+        """Scene with some words replaced."""
         return Scene(**{field: names.get(word, word) for field, word in vars(self).items()})
 
     def sentence(self) -> str:
-        """Return the first form of the caption, with every word."""
+        """The first form of the caption, with every word."""
         return _write_caption(self, [_DROP_PROB] * 3 + [0.0])
 
 
@@ -111,7 +111,7 @@ class Shapes(Source):
         )
 
     def _mask(self, inside_HW: np.ndarray) -> np.ndarray | None:
-        """Return the loss weight of each pixel, 255 on the object and a twelfth of the side around it."""
+        """Loss weight of each pixel, 255 on the object and a twelfth of the side around it."""
         if self.background_weight == 1.0:
             return None
         near, reach = inside_HW, self.image_size // 24  # along each axis
@@ -125,11 +125,11 @@ class Shapes(Source):
         return "-".join([f"shapes-seed{self.seed}", *sorted(self.only or []), *sorted(names)])
 
     def scene(self, row: int) -> Scene:
-        """Return the content of a picture, in an eighth of the time that `draw` takes."""
+        """Content of a picture, in an eighth of the time that `draw` takes."""
         return _draw_scene(_uniform(self.seed, row), self.only or ())
 
     def draw(self, row: int) -> tuple[Scene, str, Image.Image]:
-        """Return the content of a picture, its caption, and the picture, image_size square in RGB."""
+        """Content of a picture, its caption, and the picture, image_size square in RGB."""
         return self._draw(row)[:3]
 
     def _draw(self, row: int) -> tuple[Scene, str, Image.Image, Image.Image]:
@@ -207,7 +207,7 @@ def _vary_brightness(colour: str, draw: float) -> tuple[int, int, int]:
 
 
 def outline_mask(shape: str, side: int, centre: tuple[float, float], radius: float, degrees: float) -> Image.Image:
-    """Return a mask of `side` pixels, 255 inside a shape of `SHAPES` and 0 around it, with hard edges.
+    """A mask of `side` pixels, 255 inside a shape of `SHAPES` and 0 around it, with hard edges.
 
     The centre is x from the left and y from the top in pixels, the rotation clockwise.
     """

@@ -68,7 +68,7 @@ class TableSource(FileSource):
 
     @abc.abstractmethod
     def _tables(self) -> list[Path]:
-        """Return the files of all tables."""
+        """Files of all tables."""
 
     @abc.abstractmethod
     def _scan(self, path: Path) -> TableRows:
@@ -118,15 +118,14 @@ class TableSource(FileSource):
             column = getattr(self, key, None)
             if column is not None and column not in has:
                 hint = "; columns are separated by commas" if len(has) == 1 and set(has[0]) & set(";\t|") else ""
-                raise ConfigError(
-                    f"data.{key}={column} is no column of {path}, which has {', '.join(has) or 'no rows'}{hint}"
-                )
+                columns = ", ".join(has) or "no rows"
+                raise ConfigError(f"data.{key}={column} is no column of {path}, which has {columns}{hint}")
 
     def _root(self, path: Path) -> Path:
         return path.parent if self.root is None else Path(self.root).expanduser()
 
     def _caption(self, values: Mapping[str, Any]) -> str:
-        """Return the caption of a row, several as its lines."""
+        """Caption of a row, several as its lines."""
         if self.caption_column is None:
             return ""
         value = values[self.caption_column]
@@ -178,9 +177,7 @@ class Table(TableSource):
                 verdicts.append(self._filters.judge({key: number_of(value) for key, value in values.items()}))
         self._check_columns(path, columns)
         if not names:
-            raise ConfigError(
-                f"data.path={path} holds no row with a picture and a caption; {unfilled} lack one of them"
-            )
+            raise ConfigError(f"data.path={path} holds no row with a picture and a caption; {unfilled} lack one")
         parts = [load_checksums(path, self._root(path), masks, self._cache_dir)] if any(masks) else []
         rows = TableRows(
             table=np.array(places, dtype=TABLE_FIELDS),
@@ -197,10 +194,8 @@ class Table(TableSource):
         """Leave out rows whose masks are not there; a ConfigError where that is all."""
         missing = first_names(name for name, there in zip(masks, found.tolist(), strict=True) if not there)
         if not found.any():
-            raise ConfigError(
-                f"data.path={path}: none of the masks in column {self.mask_column} is there: {missing}; paths are"
-                f" relative to {self._root(path)}, data.root= sets another folder"
-            )
+            text = f"data.path={path}: none of the masks in column {self.mask_column} is there: {missing}"
+            raise ConfigError(f"{text}; paths are relative to {self._root(path)}, see data.root")
         _log.warning("%s: left out %d rows whose masks are not there: %s", path, int((~found).sum()), missing)
         names = [name for name, there in zip(rows.names, found.tolist(), strict=True) if there]
         kept = {name: getattr(rows, name)[found] for name in ("table", "keys", "verdicts", "content")}
@@ -209,10 +204,8 @@ class Table(TableSource):
     def _usable(self, path: Path, rows: TableRows) -> TableRows:
         usable = super()._usable(path, rows)
         if not len(usable.table):
-            raise ConfigError(
-                f"data.path={path}: none of {len(rows.names)} pictures is there: {first_names(rows.names)}; paths are"
-                f" relative to {self._root(path)}, data.root= sets another folder"
-            )
+            text = f"data.path={path}: none of {len(rows.names)} pictures is there: {first_names(rows.names)}"
+            raise ConfigError(f"{text}; paths are relative to {self._root(path)}, see data.root")
         return usable
 
     def read(self, row: int) -> RawSample:
@@ -280,16 +273,13 @@ class TableFile:
             yield None
             for cells in reader:
                 if self._whole and any(cells[len(self._columns) :]):
-                    raise ConfigError(
-                        f"{self._key}: {self.path}, line {reader.line_num} has {len(cells)} cells, and the first line"
-                        f" names {len(self._columns)} columns; a cell with a {self._delimiter!r} in it must be quoted"
-                    )
+                    sizes = f"has {len(cells)} cells, and the first line names {len(self._columns)} columns"
+                    remedy = f"a cell with a {self._delimiter!r} in it must be quoted"
+                    raise ConfigError(f"{self._key}: {self.path}, line {reader.line_num} {sizes}; {remedy}")
                 yield dict(zip(self._columns, cells, strict=False)) if cells else None
         except csv.Error as error:
-            raise ConfigError(
-                f"{self._key}: {self.path}, line {reader.line_num}: {error}; cells with quotes or line ends must be"
-                " quoted"
-            ) from error
+            where = f"{self._key}: {self.path}, line {reader.line_num}"
+            raise ConfigError(f"{where}: {error}; cells with quotes or line ends must be quoted") from error
 
     def read(self, start: int, size: int) -> Mapping[str, Any]:
         """Read the row at an offset that `rows` returned; an UnreadableSampleError where the file changed."""
@@ -302,7 +292,7 @@ class TableFile:
             raise UnreadableSampleError(f"{self.path} has no row at byte {start}; it changed during the run") from error
 
     def _values(self, text: str) -> Mapping[str, Any]:
-        """Return the values of a row by its text; of cells only once their columns' names were read."""
+        """Values of a row by its text; of cells only once their columns' names were read."""
         if self._delimiter is not None:
             cells = next(csv.reader([text], delimiter=self._delimiter))
             return dict(zip(self._columns, cells, strict=False))
@@ -313,7 +303,7 @@ class TableFile:
 
 
 def number_of(value: Any) -> Any:
-    """Return a text that is a number as such, as filters compare it, and anything else as it is."""
+    """A text that is a number as such, as filters compare it, and anything else as it is."""
     for kind in (int, float) if isinstance(value, str) else ():
         with contextlib.suppress(ValueError):
             return kind(value)
@@ -361,12 +351,12 @@ def actual_name(root: Path, name: str) -> str:
 
 
 def caption_of(values: Mapping[str, Any]) -> str:
-    """Return the caption of a row of a metadata file, several as its lines; empty where it has no text."""
+    """Caption of a row of a metadata file, several as its lines; empty where it has no text."""
     value = values.get("text") or values.get("caption")
     texts = value if isinstance(value, list) else [value]
     return "\n".join(text.strip() for text in texts if isinstance(text, str))
 
 
 def _normalize_path(path: str) -> str:
-    """Return a path in one form: systems compose accents or do not, and a table may have another form than a disk."""
+    """A path in one form: systems compose accents or do not, and a table may have another form than a disk."""
     return unicodedata.normalize("NFC", posixpath.normpath(path))

@@ -44,7 +44,7 @@ class WebDataset(Source):
         super().__post_init__()
         entries = [self.urls] if isinstance(self.urls, str) else list(self.urls)
         if not entries or not all(isinstance(entry, str) and entry for entry in entries):
-            raise ValueError(f"data.urls={self.urls} must be a path or a list of paths, as in data.urls=[a.tar,b.tar]")
+            raise ValueError(f"data.urls={self.urls} must be a path or a list of paths")
         self._filters = parse_row_filters(self.row_filters)
         self._cache_dir = None if self.index_dir is None else Path(self.index_dir).expanduser()
         self._tars: list[Tar] = []
@@ -101,10 +101,8 @@ class WebDataset(Source):
         streamed = next(tar.name for tar in self._tars if not tar.is_indexable)
         for key in ("aspect_ratios", "size_filters", "quarantine", "buckets.max_upscale"):
             if (value := attrgetter(key)(self)) is not None:
-                raise ConfigError(
-                    f"data.{key}={value} needs an index of all samples, but {streamed} cannot be indexed: set it"
-                    " to null, or give tars that are neither piped nor compressed"
-                )
+                text = f"data.{key}={value} needs an index of all samples, but {streamed} cannot be indexed"
+                raise ConfigError(f"{text}: set it to null, or give tars that are neither piped nor compressed")
         _log.info("%s cannot be indexed: all tars are streamed", streamed)
         rows = [(number, 0, 0, tar.item.size) for number, tar in enumerate(self._tars)]
         names = tuple(tar.identity for tar in self._tars)
@@ -180,7 +178,7 @@ def _content_checksum(tar: Tar) -> int:
 def _group_neighbours(places: dict[str, tuple[int, int]]) -> Iterator[list[tuple[str, int, int]]]:
     """Group parts (name, start, size) that lie close to each other, in the order of the tar."""
     group: list[tuple[str, int, int]] = []
-    for part, (start, size) in sorted(places.items(), key=lambda each: each[1]):
+    for part, (start, size) in sorted(places.items(), key=lambda item: item[1]):
         if group and start - sum(group[-1][1:]) > _READ_ACROSS_BYTES:
             yield group
             group = []

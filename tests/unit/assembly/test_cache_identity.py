@@ -9,7 +9,7 @@ from cascade_train.assembly.cache_identity import (
     refuse_reconstruction,
     task_identity,
 )
-from cascade_train.data.latent_cache import same_option
+from cascade_train.data.cached import same_option
 from cascade_train.errors import ConfigError
 from tests.unit.models.stages import make_stage, model_config
 from tests.unit.tasks.task_contract import component

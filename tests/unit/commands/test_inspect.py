@@ -12,7 +12,7 @@ from PIL import Image
 
 from cascade_train.__main__ import launch
 from cascade_train.data.data_set import open_data_set
-from cascade_train.data.survey.look import survey
+from cascade_train.data.survey import survey
 from cascade_train.models.text_encoder import token_counter
 from tests.unit.data import tars
 from tests.unit.data.decoding.test_decode import ADOBE_RGB

@@ -53,11 +53,6 @@ def test_sizes_have_about_the_area_and_are_multiples() -> None:
     assert len(table("original").sizes_K2) == 21
 
 
-def test_null_is_one_square_of_any_size() -> None:
-    assert table(None, 250).sizes_K2.tolist() == [[250, 250]]
-    assert nearest(table(None, 250), (10, 400), (0, 0)) == [(250, 250)] * 2
-
-
 def test_the_nearest_ratio_is_by_logarithm_or_by_the_originals_difference() -> None:
     ratios = ["1/1", "1/2"]
     assert bucket_size(2.0, 768**2, 32) == (512, 1056)
@@ -108,17 +103,3 @@ def test_pictures_that_would_be_enlarged_too_much_are_left_out() -> None:
 def test_ratios_that_are_none_are_refused(ratios: Any, image_size: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         table(ratios, image_size)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"multiple_px": 0}, "multiple_px=0 must be greater than 0"),
-        ({"distance": "cosine"}, "buckets.distance=cosine is unknown"),
-        ({"random_share": 1.5}, r"random_share=1.5 must lie in \[0.0, 1.0\]"),
-        ({"max_upscale": 0.9}, "max_upscale=0.9 must be at least 1.0: 1 enlarges none; null = no limit"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Buckets(**options)

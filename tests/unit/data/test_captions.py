@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from cascade_train.batch import sample_seed
-from cascade_train.data.captions import Captions
+from cascade_train.data.captions import Captions, Tags
 from cascade_train.data.sample import RawSample, UnreadableSampleError
-from cascade_train.data.tags import Tags
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import loading
 
@@ -82,12 +81,6 @@ def test_one_of_several_captions_is_the_first_or_drawn(text: Any) -> None:
     assert max(counts.values()) - min(counts.values()) < 100
 
 
-def test_captions_of_a_list_may_have_weights() -> None:
-    listed = [{"caption": "often", "weight": 9}, {"caption": "seldom"}]
-    counts = draws(Captions(key="captions", choose="random"), raw(captions=listed), 1000)
-    assert counts["seldom"] == pytest.approx(100, abs=40)
-
-
 def test_an_empty_text_is_an_empty_caption_and_an_empty_list_is_none() -> None:
     assert only(Captions(choose="random"), raw(" \n ")) == ""
     with pytest.raises(UnreadableSampleError, match="captions holds no caption"):
@@ -113,30 +106,9 @@ def test_a_template_is_filled(template: str, expected: str) -> None:
     assert captions.needs_values is ("artist" in template or "meta" in template)
 
 
-def test_of_several_templates_one_is_drawn() -> None:
-    captions = Captions(template=["a photo of {}", "a painting of {}"])
-    assert not captions.is_constant
-    assert draws(captions, raw())["a photo of a cat"] == pytest.approx(200, abs=50)
-
-
 def test_a_template_reads_no_attributes() -> None:
     with pytest.raises(UnreadableSampleError, match="no text or number caption.__class__, which data.captions"):
         only(Captions(template="{caption.__class__}"), raw(caption=3))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"key": ""}, "data.captions.key= must be the name of a key, or a mapping"),
-        ({"key": {"txt": 0}}, "must be the name of a key, or a mapping of names to weights above 0"),
-        ({"template": []}, r"data.captions.template=\[\] holds no template to draw"),
-        ({"template": "a {"}, "data.captions.template=a { is no template"),
-        ({"template": "{caption[0]}"}, "must be the plain name of a value"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Captions(**options)
 
 
 def scored(folder: Path) -> Path:

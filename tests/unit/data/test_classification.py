@@ -109,27 +109,6 @@ def test_classes_without_prompts_are_refused(tmp_path: Path) -> None:
         class_folders(tmp_path / "root", idx_to_prompt=prompts(tmp_path, {"cat": "a cat"})).open()
 
 
-def test_a_sample_that_cannot_be_read_is_left_to_the_training(tmp_path: Path) -> None:
-    files = [("0000.cls", b"\xff"), ("0000.png", tars.picture()), ("0001.cls", b"1"), ("0001.png", tars.picture())]
-    source = class_tars(tars.write(tmp_path / "a.tar", files), idx_to_prompt=prompts(tmp_path, ["zero", "one"]))
-    assert len(source.open()) == 2
-    assert source.read(1).values["prompts"] == ["one"]
-
-
-@pytest.mark.parametrize("given", [3, {"0": 1}, [["a"], []], {"0": {"a": "b"}}])
-def test_prompts_must_be_texts(tmp_path: Path, given: Any) -> None:
-    with pytest.raises(ConfigError, match="must map each class to a prompt or a list of prompts"):
-        Prompts.load(prompts(tmp_path, given))
-
-
-def test_the_file_of_prompts_must_be_json(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="absent.json cannot be read as json .*No such file.*; paths start at"):
-        Prompts.load(str(tmp_path / "absent.json"))
-    (tmp_path / "a.json").write_text("{")
-    with pytest.raises(ConfigError, match="a.json cannot be read as json"):
-        Prompts.load(str(tmp_path / "a.json"))
-
-
 def test_folders_are_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("dog/1.png", "dog/deep/2.png", "great_cat/1.png", "stray.png"):
         write(tmp_path / name)

@@ -49,14 +49,6 @@ def test_held_out_samples_may_come_from_a_source_of_their_own() -> None:
     data.close()
 
 
-def test_nothing_held_out_shows_training_samples_and_refuses_to_measure() -> None:
-    data = open_data_set(shapes(), share=None, held_out=None)
-    assert len(data.shown_batch(3, seed=0)) == 3
-    with pytest.raises(ConfigError, match="validate: no samples are held out; set validate.share"):
-        data.held_out_feed(seed=0, samples=10, **ONE_RANK)
-    data.close()
-
-
 def test_sizes_that_the_model_cannot_take_are_refused() -> None:
     data = open_data_set(shapes(image_size=96, aspect_ratios=["1/1", "1/2"]), share=None, held_out=None)
     data.check_sides(32)

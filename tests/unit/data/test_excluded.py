@@ -9,11 +9,9 @@ import pytest
 
 from cascade_train.batch import Batch
 from cascade_train.data.loading.feed import Feed
-from cascade_train.errors import RunError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import content, loading
 from tests.unit.data.feeding import feeding, streamed, urls
-from tests.unit.data.test_mixture import mixture_of
 from tests.unit.data.test_shapes import shapes
 
 
@@ -40,13 +38,6 @@ def test_the_next_sample_stands_in_and_all_others_keep_their_places(num_workers:
         assert not resumed.skipped
 
 
-def test_a_mixture_leaves_out_samples_of_its_parts() -> None:
-    with loading(mixture_of({"a": shapes(), "b": shapes(seed=1)})) as loader:
-        expected = keys_of(loader, 6)
-    with loading(mixture_of({"a": shapes(), "b": shapes(seed=1)}, exclude=expected[2][:1])) as loader:
-        assert moved(expected, keys_of(loader, 6)).keys() == set(expected[2][:1])
-
-
 def test_validation_keeps_every_sample() -> None:
     with loading(shapes(exclude=["shapes-seed0:0000003"]), whole_epochs=True) as loader:
         assert "shapes-seed0:0000003" in {key for step in keys_of(loader, 10) for key in step}
@@ -68,14 +59,6 @@ def test_ranks_agree_on_stand_ins() -> None:
 
     halves = zip(steps(0, 2), steps(1, 2), strict=True)
     assert [content(one + other) for one, other in halves] == [content(step) for step in steps(0, 1)]
-
-
-def test_many_in_a_row_may_be_left_out_but_not_all() -> None:
-    every = [f"shapes-seed0:{row:07d}" for row in range(37)]
-    with loading(shapes(exclude=every[:36])) as loader:
-        assert {key for step in keys_of(loader, 3) for key in step} == {every[36]}
-    with loading(shapes(exclude=every)) as loader, pytest.raises(RunError, match="left out by data.exclude"):
-        next(loader)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -15,14 +14,12 @@ from unittest.mock import Mock
 import pytest
 
 from cascade_train.data.captions import Captions
-from cascade_train.data.folder import Folder
+from cascade_train.data.folder import Folder, caption_of_name, find_pictures
 from cascade_train.data.index import cache as picture_files
-from cascade_train.data.index.pictures import caption_of_name, find_pictures
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import DatasetContract
-from tests.unit.data.test_mixture import mixture_of
 
 
 def folder(path: Path, **options: Any) -> Folder:
@@ -71,11 +68,7 @@ def test_pictures_are_found_in_all_folders_in_the_order_of_their_names(tmp_path:
 
 WRITTEN = {
     "run": ("runs/a/metrics.jsonl", "runs/a/samples/step_2/00_sampled.png", "runs/a/loss.png"),
-    "young run": ("a/config.yaml", "a/environment.json", "a/samples/step_2/00_sampled.png"),
     "generated": ("generated/00_00.png", "generated/grid.png"),
-    "copied grids": ("kept/step_2/00_sampled.png", "kept/step_2/ema_00.txt", "kept/step_2/grid.png"),
-    "evaluation": ("fid/metrics.json", "fid/grid.png", "fid/pictures/000000.png"),
-    "sweep": ("multirun/x/multirun.yaml", "multirun/x/0/samples.png"),
     "cache": ("cache/index.npz", "cache/manifest.json", "cache/a.png"),
     "export": ("lora/adapter_config.json", "lora/samples.png"),
     "model card": ("own/README.md", "own/samples.png"),
@@ -148,16 +141,6 @@ def test_a_file_beside_a_picture_is_found_in_either_form_of_accents(form: str, e
     )
 
 
-def test_own_pictures_beside_generated_ones_and_a_folder_named_itself_are_data(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("grid.png", "00_00.png", "mixed/mine.png", "mixed/00_00.png", "mixed/grid.png"):
-        write(tmp_path / name)
-    caplog.set_level("INFO")
-    assert names(folder(tmp_path)) == ["00_00.png", "mixed/mine.png"]
-    assert caplog.text.count("is no data: grid.png, mixed/00_00.png") == 1
-
-
 def test_links_are_followed_and_their_loops_end(tmp_path: Path) -> None:
     write(tmp_path / "data/sub/a.png")
     write(tmp_path / "other/b.png")
@@ -165,13 +148,6 @@ def test_links_are_followed_and_their_loops_end(tmp_path: Path) -> None:
     (tmp_path / "data/other").symlink_to(tmp_path / "other")
     (tmp_path / "data/self").symlink_to(tmp_path / "data/self")
     assert names(folder(tmp_path / "data")) == ["other/b.png", "sub/a.png"]
-
-
-def test_names_that_are_no_text_are_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path / "a.png")
-    (tmp_path / os.fsdecode(b"b\xff.png")).write_bytes(tars.picture())
-    assert names(folder(tmp_path)) == ["a.png"]
-    assert "left out 1 files whose names are not UTF-8" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -232,20 +208,6 @@ def test_values_and_masks_come_with_the_picture(tmp_path: Path) -> None:
     assert plain.read(2).values == {}
 
 
-def test_captions_from_values_need_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("a", "b"):
-        write(tmp_path / f"{name}.png")
-    write(tmp_path / "a.json", '{"title": "one"}')
-    by_title = Captions(key="title")
-    for caption_from in ("file", "file_or_name"):
-        assert names(folder(tmp_path, caption_from=caption_from, captions=by_title)) == ["a.png"]
-    assert "left out 1 pictures without a caption: b.png" in caplog.text
-    assert "so their names are" not in caplog.text
-    (tmp_path / "a.json").unlink()
-    with pytest.raises(ConfigError, match=r"none of 2 pictures has a caption beside it \(.json, .yaml, .yml\)"):
-        folder(tmp_path, captions=by_title).open()
-
-
 def test_row_filters_judge_values_beside_pictures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a", "b", "c", "d"):
         write(tmp_path / f"{name}.png")
@@ -277,51 +239,6 @@ def test_multiply_files_say_how_often_the_pictures_of_their_own_folder_come(tmp_
     assert names(folder(tmp_path))[:34] != names(folder(tmp_path))[-34:]
 
 
-def test_folders_named_with_repeats_are_reported_where_no_file_has_the_number(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("100_sks dog", "2024_holiday", "01_cats", "2024"):
-        write(tmp_path / name / "a.png")
-    names(folder(tmp_path))
-    assert "If that of 100_sks dog says how often it comes, write it into its multiply.txt, else 1" in caplog.text
-    caplog.clear()
-    names(folder(tmp_path / "100_sks dog"))  # as a source whose factor is in data.repeats
-    write(tmp_path / "100_sks dog/multiply.txt", "1")
-    names(folder(tmp_path))
-    assert "multiply.txt" not in caplog.text
-
-
-@pytest.mark.parametrize("text", ["two", "-1", "nan", "inf", ""])
-def test_a_multiply_file_must_hold_a_number(tmp_path: Path, text: str) -> None:
-    write(tmp_path / "a.png")
-    write(tmp_path / "multiply.txt", text)
-    with pytest.raises(ConfigError, match="write one number, 0 or more, such as 2 or 0.5"):
-        folder(tmp_path).open()
-
-
-def test_what_cannot_train_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a folder; paths are relative to"):
-        folder(tmp_path / "absent").open()
-    write(tmp_path / "notes.txt", "text")
-    with pytest.raises(ConfigError, match="holds no picture .*nor do the folders below it"):
-        folder(tmp_path).open()
-    write(tmp_path / "a.png")
-    with pytest.raises(ConfigError, match="none of 1 pictures has a caption beside it"):
-        folder(tmp_path, caption_from="file").open()
-    write(tmp_path / "multiply.txt", "0")
-    with pytest.raises(ConfigError, match="multiply.txt leaves no picture; write numbers above 0"):
-        folder(tmp_path).open()
-    with pytest.raises(ValueError, match="data.caption_from=title is unknown; choose one of file_or_name"):
-        folder(tmp_path, caption_from="title")
-
-
-def test_pictures_without_a_header_are_of_unknown_size(tmp_path: Path) -> None:
-    write(tmp_path / "a.png")
-    write(tmp_path / "b.png", b"")
-    (tmp_path / "loop.png").symlink_to(tmp_path / "loop.png")
-    assert folder(tmp_path).open().table["width"].tolist() == [40, 0, 0]
-
-
 def test_only_changed_pictures_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "root"
     write(root / "a.png")
@@ -348,23 +265,6 @@ def test_only_changed_pictures_are_read_again(tmp_path: Path, monkeypatch: pytes
     cached.write_bytes(b"damaged")
     assert folder(root).open().table["width"].tolist() == [30, 40]
     assert len(read) == 4
-
-
-def test_a_caption_that_is_no_text_is_unreadable(tmp_path: Path) -> None:
-    write(tmp_path / "a.png")
-    write(tmp_path / "a.txt", b"\xfa\xfb")
-    source = folder(tmp_path)
-    source.open()
-    with pytest.raises(UnreadableSampleError, match="the caption is not UTF-8"):
-        source.read(0)
-
-
-def test_two_pictures_of_one_stem_share_their_files(tmp_path: Path) -> None:
-    write(tmp_path / "a.png")
-    write(tmp_path / "a.jpg")
-    write(tmp_path / "a.txt", "both")
-    assert [file.name for file in find_pictures(tmp_path, [])] == ["a.jpg", "a.png"]
-    assert set(captions(folder(tmp_path)).values()) == {"both"}
 
 
 def rows(*values: dict[str, Any]) -> str:
@@ -414,23 +314,6 @@ def test_captions_come_from_metadata_files(tmp_path: Path, caplog: pytest.LogCap
         folder(tmp_path / "plain", metadata=True).open()
 
 
-def test_what_belongs_to_no_picture_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("a.png", "a.txt", "a.json", "a.mask.png", ".hidden", "multiply.txt"):
-        write(tmp_path / name, "1" if name == "multiply.txt" else None)
-    names_ = ("b.GIF", "sub/c.gif", "b.tiff", "d.txt", "e.heic", "f.caption", "metadata.parquet", "README")
-    for name in names_:
-        write(tmp_path / name, "x")
-    folder(tmp_path).open()
-    assert caplog.text.count("passed over what belongs to no picture that is read: 2 .gif (b.GIF), ") == 1
-    assert all(f"1 {Path(name).suffix} ({name})" in caplog.text for name in names_[2:-1])
-    assert "1 without extension (README)" in caplog.text
-    assert "hidden" not in caplog.text
-    for name in ("a.png", "a.txt", "a.json", "a.mask.png"):
-        (tmp_path / name).unlink()
-    with pytest.raises(ConfigError, match=r"holds no picture .*; there are 2 .gif \(b.GIF\), "):
-        folder(tmp_path).check()
-
-
 def link_to_nothing(path: Path) -> None:
     path.unlink()
     path.symlink_to("gone.png")
@@ -462,11 +345,3 @@ def test_a_lost_permission_is_the_samples_fault_and_a_failing_disk_is_not(number
     with pytest.raises(kind) as raised:
         source.read(0)
     assert raised.type is kind
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_folders_of_one_name_share_pictures_only_by_names_of_files(shared: bool, tmp_path: Path) -> None:
-    for place, name in (("one", "a.png"), ("two", "a.png" if shared else "b.png")):
-        write(tmp_path / place / "images" / name, tars.picture())
-    sources = {place: folder(tmp_path / place / "images") for place in ("one", "two")}
-    assert (mixture_of(sources).open().split_by is not None) is shared

@@ -1,6 +1,5 @@
 """A cache: one manifest for all who fill it; units appear whole, are read by offset, and notice a changed byte."""
 
-import os
 import pickle
 from dataclasses import replace
 
@@ -9,8 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from cascade_train.data.latent_cache import (
-    INDEX,
+from cascade_train.data.cached import (
     MANIFEST,
     CachedSample,
     CacheManifest,
@@ -89,20 +87,6 @@ def test_no_cache_damaged_ones_and_other_formats_are_refused(tmp_path):
         read_manifest(tmp_path)
 
 
-def test_a_damaged_or_foreign_index_is_refused(tmp_path):
-    write_manifest(tmp_path, make_manifest(index="0"), make_index())
-    with pytest.raises(ConfigError, match="is not the index of this cache"):
-        read_index(tmp_path, make_manifest(index="0"))
-    (tmp_path / INDEX).unlink()
-    os.mkfifo(tmp_path / INDEX)
-    with pytest.raises(ConfigError, match="index.npz is damaged .a pipe, a device or a folder"):
-        read_index(tmp_path, make_manifest())
-    (tmp_path / INDEX).unlink()
-    (tmp_path / INDEX).write_bytes(b"PK")
-    with pytest.raises(ConfigError, match="index.npz is damaged"):
-        read_index(tmp_path, make_manifest())
-
-
 def make_sample(row):
     tensors = {"effnet_latent": torch.full((16, 2, 3), row / 3), "clip_img": torch.ones(1, 4, dtype=torch.bfloat16)}
     meta = {"caption": "ä\ud800", "key": str(row), "weight": 0.5, "values": {"n": np.int64(row), "a": np.arange(2)}}
@@ -131,14 +115,6 @@ def test_samples_and_captions_are_read_back_by_offset(tmp_path):
     assert torch.equal(found["clip_text"], torch.ones(2, 3))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["captions-000001.tar", "samples-000001.tar", "unit-000001.npz"]
-
-
-def test_rows_without_a_sample_and_units_without_any_are_kept_apart(tmp_path):
-    manifest = write(tmp_path, rows=(3,))
-    assert (load_table(tmp_path, 1, manifest).samples["bytes"] > 0).tolist() == [[False, False], [True, True]]
-    write(tmp_path, unit=0, rows=(), captions={})
-    assert is_whole(tmp_path, 0, manifest)
-    assert len(load_table(tmp_path, 0, manifest).captions) == 0
 
 
 def test_a_unit_counts_as_missing_when_it_is_cut_damaged_or_of_another_cache(tmp_path):

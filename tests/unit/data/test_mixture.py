@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from cascade_train.data.buckets import Buckets
 from cascade_train.data.captions import Captions
 from cascade_train.data.index.rows import repeat_counts, split
 from cascade_train.data.mixture import Mixture, Regularised
-from cascade_train.data.shapes import Shapes
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
@@ -144,22 +143,6 @@ def test_a_mixture_of_sizes_resumes_in_its_order(tmp_path: Path) -> None:
         other.load_state_dict(state)
 
 
-def test_a_mixture_of_sizes_is_a_part_of_another(tmp_path: Path) -> None:
-    inner = mixture_of({f"s{size}": shapes(samples=4, image_size=size) for size in (32, 64)})
-    outer = mixture_of({"inner": inner, "more": shapes(samples=3, image_size=48)})
-    assert Counter(outer.open().table["width"].tolist()) == {32: 4, 64: 4, 48: 3}
-    assert outer.bucket_table(outer.open()).sizes_K2.tolist() == [[32, 32], [64, 64], [48, 48]]
-    for options in ({"buckets": Buckets(max_upscale=1.0)}, {"size_filters": {"width": ">= 40"}}):
-        with pytest.raises(ValueError, match="inner knows its pictures by the sizes they train at: set size_filters"):
-            mixture_of({"inner": inner, "more": shapes(samples=3, image_size=48)}, **options)
-
-
-def test_a_random_shape_is_refused_where_it_could_be_one_of_another_source() -> None:
-    sources = {f"s{size}": shapes(samples=4, image_size=size) for size in (32, 64)}
-    with pytest.raises(ValueError, match="random_share=0.05 would train pictures at the sizes of other sources"):
-        mixture_of(sources, buckets=Buckets(random_share=0.05))
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -218,63 +201,6 @@ def test_every_window_holds_the_share_and_keeps_what_lies_together_close(tmp_pat
         )
 
 
-class _Watched(Shapes):
-    """Keeps what it is asked for."""
-
-    def prefetch(self, rows: Sequence[int]) -> None:
-        self.asked = list(rows)
-
-    def record(self) -> None:
-        self.recorded = True
-
-
-def test_sources_are_told_what_is_about_to_be_read_and_when_a_run_begins() -> None:
-    base = shapes(samples=3)
-    source = mixture({"a": 3, "b": 3}, repeats={"b": 2.0})
-    watched = _Watched(**{key: getattr(base, key) for key in (*ORDER, "samples", "seed")})
-    source.sources["b"] = watched
-    index = source.open()
-    source.prefetch([0, 3, 5, 8])
-    assert [f"b/{watched.read(row).key}".encode() for row in watched.asked] == index.keys[[3, 5, 8]].tolist()
-    assert watched.asked == [0, 2, 2]
-    source.record()
-    assert watched.recorded
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"repeats": {"z": 2.0}}, "data.repeats.z names no source; there are a, b"),
-        ({"loss_weights": {"a": 0.0}}, "data.loss_weights.a=0.0 must be above 0; leave the source out"),
-        ({"shares": "even"}, "data.shares=even is unknown: write equal, or"),
-        ({"shares": {"a": 1.0}}, "data.shares has none for b: give every source a share"),
-        ({"shares": "equal", "repeats": {"a": 2.0}}, "both say how often samples come"),
-        ({"captions": Captions(template="x")}, "set data.sources.a.captions, data.sources.b.captions"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mixture({"a": 3, "b": 3}, **options)
-
-
-def test_no_sources_and_no_samples_are_refused() -> None:
-    with pytest.raises(ConfigError, match="data.repeats.b=0.01 of 10 samples is less than one; raise it"):
-        mixture({"a": 3, "b": 10}, repeats={"b": 0.01}).open()
-    with pytest.raises(ValueError, match="names nothing to mix"):
-        Mixture(sources={}, repeats=None, shares=None, loss_weights=None, **tars.ORDER)
-
-
-def test_a_mixture_of_filtered_sources_resumes(tmp_path: Path) -> None:
-    json_of = [(f"{key:04d}.json", b'{"n": 3}') for key in range(8)]
-    path = tars.write(tmp_path / "a.tar", sorted([*tars.samples(range(8)), *json_of]))
-    sources = {name: tars.webdataset(path, row_filters={"n": f"> {low}"}) for low, name in enumerate(("a", "b"))}
-    with loading(mixture_of(sources)) as loader:
-        next(loader)
-        state = loader.state_dict()
-        loader.load_state_dict(state)
-        assert loader.position == 1
-
-
 def regularised(own: int = 5, others: int = 32, **options: Any) -> Regularised:
     order = {key: options.pop(key) for key in ORDER if key in options}
     source = shapes(samples=own, only=["star"], names={"star": "[star]"}, **order)
@@ -316,19 +242,3 @@ def test_every_batch_holds_about_the_share_however_small_a_side_and_its_windows_
     assert 8 <= min(map(sum, own)) <= max(map(sum, own)) <= 32
     weights = [torch.cat([batch.weight_B for batch in step]).tolist() for step in steps]
     assert weights == [[1.0 if is_own else 0.25 for is_own in step] for step in own]
-
-
-def test_each_side_leaves_out_what_its_own_filters_refuse() -> None:
-    source = regularised(6, 6)
-    source.regularisation = shapes(samples=6, seed=1, size_filters={"width": "> 1000"})
-    with pytest.raises(ConfigError, match="6 of 6 samples do not meet data.size_filters"):
-        source.open()
-    source.regularisation = shapes(samples=6, seed=1, size_filters={"width": "> 1"})
-    assert len(source.open()) == 12
-
-
-def test_streams_are_no_side() -> None:
-    source = regularised()
-    source.regularisation = tars.webdataset(["pipe:true"], image_size=source.image_size)
-    with pytest.raises(ConfigError, match="streams cannot be mixed with other samples: give tars that"):
-        source.open()

@@ -129,20 +129,6 @@ def test_row_groups_in_memory_are_few_and_each_copy_reads_its_own(
     assert read == [0, 1, 2, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"image_column": "picture"}, "data.image_column=picture is no column of .*, which has image, text"),
-        ({"image_column": "score"}, "data.image_column holds int: encoded pictures, paths"),
-        ({"caption_column": "empty"}, "holds no row with a picture that is there and a caption"),
-    ],
-)
-def test_columns_that_cannot_serve_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    path = write(tmp_path / "a.parquet", rows_of(range(2), score=3, empty=""))
-    with pytest.raises(ConfigError, match=message):
-        parquet(path, **options).open()
-
-
 def test_damage_is_found_at_the_start_and_during_the_run(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [*rows_of(range(3)), {"image": b"no picture", "text": "x"}])
     source = parquet(path)
@@ -150,15 +136,3 @@ def test_damage_is_found_at_the_start_and_during_the_run(tmp_path: Path) -> None
     path.write_bytes(b"PAR1" + bytes(200))
     with pytest.raises(UnreadableSampleError, match="row group 0 of .* is damaged"):
         source.read(0)
-
-
-def test_a_value_that_python_does_not_have_is_absent(tmp_path: Path) -> None:
-    rows = rows_of(range(3))
-    half = pyarrow.Array.from_buffers(pyarrow.string(), 3, pyarrow.array([b"a", b"\xff", b"c"]).buffers())
-    columns = {"image": [row["image"] for row in rows], "text": [row["text"] for row in rows], "more": half}
-    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
-    source = parquet(tmp_path / "a.parquet", captions=Captions(key="more"), row_filters={"more": "!='x'"})
-    assert len(source.open()) == 2
-    source = parquet(tmp_path / "a.parquet", captions=Captions(key="more"))
-    source.open()
-    assert [source.read(row).values.get("more") for row in range(3)] == ["a", None, "c"]

@@ -81,16 +81,10 @@ def test_the_prompts_of_a_run_are_read_from_a_file_when_it_begins(tmp_path: Path
     [
         ("a.txt", "\n \n", "", "a.txt: holds no prompt. Write one in each line"),
         ("a.txt", b"one\n\xff\xfe\n", "", "a.txt, line 2: is not UTF-8 .*invalid start byte.; save the file as UTF-8"),
-        ("a.txt", "one\n", ":text", "a.txt:text: a .txt has a prompt in each line and no columns; leave out :text"),
         ("a.csv", "caption,n\none,1\n,2\n", "", "a.csv, line 3: caption holds no prompt: ''. Mend or remove the row"),
-        ("a.jsonl", '{"text": "a"}\n\n{"no": 1}\n', "", "a.jsonl, line 3: text holds no prompt: None"),
-        ("a.jsonl", '{"text": "a"}\n[1]\n', "", "a.jsonl, line 2 is no json mapping"),
         ("a.csv", "x,y\n1,2\n", "", "a.csv: which column holds the prompts. It has x, y. Name one: .*a.csv:<name>"),
-        ("a.csv", "x,y\n1,2\n", ":z", "a.csv: has no column z; it has x, y. Name one behind a colon"),
         ("a.csv", "id;caption\n1;a\n", "", "a.csv: its one column is 'id;caption'; .* separated by commas"),
         ("a.csv", "caption\na cat, asleep\n", "", "a.csv, line 2 has 2 cells, .* names 1 columns; a cell with a"),
-        ("a.csv", "caption,n\na cat,1,\na dog, asleep,1\n", "", "a.csv, line 3 has 3 cells, .* names 2"),
-        ("a.docx", "one", "", "a.docx: is no file that prompts are read from. Give one ending in .txt, .csv"),
         ("a.parquet", "one", "", "prompts=@.*a.parquet: .*a.parquet is no parquet file that can be read"),
     ],
 )

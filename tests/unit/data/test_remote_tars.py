@@ -143,18 +143,3 @@ def test_a_prefix_is_listed_once_for_a_run(
     bucket.delete("set/part-1.tar")
     with pytest.raises(ConfigError, match=r"1 of the 3 tars that the run began with are gone or changed \(part-1.tar"):
         later.open()
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        (f"{PREFIX}none.tar", r"none.tar is not there \(404\); check bucket, key and AWS_ENDPOINT_URL"),
-        ("s3://elsewhere/a.tar", "s3://elsewhere/a.tar is not there"),
-        (f"s3://{BUCKET}/empty/", "s3://bucket/empty/ holds no tar; check bucket and prefix"),
-        (f"s3://{BUCKET}/empty", "s3://bucket/empty holds no tar; check bucket and prefix"),
-        (f"s3://{BUCKET}/set/archive.zip", "s3://bucket/set/archive.zip holds no tar"),
-    ],
-)
-def test_what_is_not_there_is_named(bucket: Bucket, url: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        tars.webdataset(url).open()

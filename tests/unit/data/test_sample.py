@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from cascade_train.data.captions import Captions
-from cascade_train.data.index.pictures import read_values
-from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError, caption_text
-from cascade_train.errors import RunError
+from cascade_train.data.folder import read_values
+from cascade_train.data.sample import FileLimits, UnreadableSampleError
 from tests.unit.data import tars
 from tests.unit.data.test_folder import folder
 
@@ -37,21 +36,6 @@ def test_a_member_larger_than_allowed_is_not_read(tmp_path: Path) -> None:
     ):
         with pytest.raises(UnreadableSampleError, match=reason):
             source.read(row)
-
-
-def test_a_limit_is_in_kib_of_text_and_mib_of_pictures() -> None:
-    limits = FileLimits(max_file_mib=2, max_text_kib=3)
-    for part, most in (("image", 2 * 1024**2), ("mask", 2 * 1024**2), ("caption", 3 * 1024)):
-        limits.check(part, most)
-        with pytest.raises(UnreadableSampleError, match=f"its {part} has {most + 1} bytes"):
-            limits.check(part, most + 1)
-
-
-def test_filters_take_a_json_that_is_too_large_for_none_and_notice_another_limit(tmp_path: Path) -> None:
-    tar = tars.write(tmp_path / "a.tar", [*sample("a"), *sample("b", json=LARGE_JSON)])
-    for limit, left in ((1, 1), (None, 2), (1, 1)):
-        source = tars.webdataset(tar, row_filters={"score": "> 4"}, max_text_kib=limit)
-        assert len(source.open()) == left
 
 
 def test_files_of_a_folder_have_limits_and_devices_are_not_opened(tmp_path: Path) -> None:
@@ -111,14 +95,3 @@ YAMLS = [BOMB, "day: 2001-99-99", "a: " + "9" * 10_000, "[" * 5000, "!!python/na
 def test_a_yaml_that_would_break_the_reader_or_run_code_is_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.yaml").write_text(content)
     assert read_values(tmp_path / "a.yaml", FileLimits(max_file_mib=None, max_text_kib=None)) is None
-
-
-def test_a_caption_of_another_type_names_the_source_s_mistake() -> None:
-    with pytest.raises(RunError, match=r"RawSample.caption=3 and key='a' must be texts\."):
-        RawSample(image=None, caption=3, key="a")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-def test_a_caption_in_a_wide_encoding_is_named_as_such(encoding: str) -> None:
-    with pytest.raises(UnreadableSampleError, match="the caption is UTF-16 or another wide .*; save it as UTF-8"):
-        caption_text("a cat".encode(encoding))

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from cascade_train.data.shapes import COLOURS, POSITIONS, RADII, SHAPES, Scene, Shapes, outline_mask
+from cascade_train.data.shapes import COLOURS, POSITIONS, RADII, SHAPES, Shapes
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import DatasetContract
 
@@ -100,21 +99,6 @@ def test_sides_put_the_same_object_left_and_right_and_are_in_no_picture_unasked(
     assert not any(shapes(samples=600).draw(row)[0].position == "sides" for row in range(600))
 
 
-@pytest.mark.parametrize(
-    ("shape", "turns"), [("square", 4), ("diamond", 2), ("triangle", 3), ("star", 5), ("cross", 4)]
-)
-def test_a_shape_turned_by_its_symmetry_is_as_before(shape: str, turns: int) -> None:
-    first, turned = (np.asarray(outline_mask(shape, 200, (100, 100), 60, degrees)) for degrees in (0, 360 / turns))
-    assert 0.05 < (first == 255).mean() < 0.5
-    assert (first != turned).mean() < 0.01
-
-
-def test_edges_are_soft() -> None:
-    source = shapes(image_size=96, samples=100)
-    row = next(row for row in range(100) if source.draw(row)[0].shape == "circle")
-    assert len(np.unique(np.asarray(source.draw(row)[2]).reshape(-1, 3), axis=0)) > 5
-
-
 def test_the_loss_can_count_less_beside_the_object() -> None:
     plain, weighted = shapes(image_size=96), shapes(image_size=96, background_weight=0.2)
     for row in range(20):
@@ -127,23 +111,3 @@ def test_the_loss_can_count_less_beside_the_object() -> None:
         assert (sample.mask[object_] == 255).all()
         assert 1.2 < (sample.mask == 255).sum() / object_.sum() < 9.0
     assert plain.open().digest == weighted.open().digest
-
-
-def test_a_scenes_sentence_leaves_nothing_out() -> None:
-    scene = Scene(colour="orange", shape="ring", size="small", position="left", background="blue")
-    assert scene.sentence() == "a small orange ring on the left on a blue background"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"samples": 0}, "data.samples=0 must be greater than 0"),
-        ({"image_size": 8}, "data.image_size=8 must be at least 16: shapes need as many pixels"),
-        ({"background_weight": 1.5}, r"data.background_weight=1.5 must lie in \[0.0, 1.0\]"),
-        ({"only": ["octagon"]}, r"data\.only: 'octagon' is no word of a scene; choose from red"),
-        ({"names": {"octagon": "x"}}, r"data\.names: 'octagon' is no word of a scene"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        shapes(**options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -17,25 +16,6 @@ from cascade_train.data.shapes import Shapes
 from cascade_train.data.source import Source
 from cascade_train.data.table import Table
 from cascade_train.data.webdataset import WebDataset
-from tests.unit.data.test_shapes import shapes
-
-
-@pytest.mark.parametrize(
-    ("keys", "value", "rule"),
-    [
-        (("image_size", "shuffle_window_shards"), 0, "must be greater than 0; give a larger data.*[a-z]$"),
-        (("max_file_mib", "max_pixels", "max_text_kib"), 0, "must be greater than 0; give a larger .*, or null$"),
-        (("max_wait_seconds", "num_examples_to_see"), 0, "must be greater than 0; give a larger .*, or null$"),
-        (("flip_prob", "max_unreadable_share"), -0.1, r"must lie in \[0.0, 1.0\]"),
-        (("crop", "on_change", "worker_start"), "other", "is unknown; choose one of "),
-        (("num_workers",), -1, "must be at least 0: 0 reads in the training process"),
-        (("aspect_ratios",), "square", "is no preset"),
-    ],
-)
-def test_limits_out_of_range_are_refused(keys: tuple[str, ...], value: Any, rule: str) -> None:
-    for key in keys:
-        with pytest.raises(ValueError, match=f"^data.{key}={value} {rule}"):
-            shapes(**{key: value})
 
 
 def build(repository: Path, *overrides: str) -> Source:

@@ -6,17 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from cascade_train.data.tags import Tags
+from cascade_train.data.captions import Tags
 
 
 def draws(tags: Tags, caption: str, /, count: int = 600, **values: Any) -> list[list[str]]:
     generator = torch.Generator().manual_seed(0)
     return [[tag for tag in tags.apply(caption, values, generator).split(", ") if tag] for _ in range(count)]
-
-
-def test_the_defaults_take_a_caption_as_it_is() -> None:
-    assert Tags().is_constant
-    assert Tags().apply("b,a ,, a", {"tags": ["x"]}, torch.Generator()) == "b,a ,, a"
 
 
 @pytest.mark.parametrize(
@@ -62,31 +57,7 @@ def test_every_form_of_tags_is_read(tags: Any) -> None:
     assert Tags(key="tags").apply("a", {"tags": tags}, torch.Generator()) == "a, x, y"
 
 
-def test_a_sample_without_tags_keeps_its_caption() -> None:
-    assert Tags(key="tags", shuffle=True).apply("a", {}, torch.Generator()) == "a"
-    assert Tags(key="tags", shuffle=True).apply("a", {"tags": []}, torch.Generator()) == "a"
-
-
 def test_length_is_limited_by_whole_tags() -> None:
     assert Tags(separator=",", max_tags=2).apply("aa, bb, cc", {}, torch.Generator()) == "aa, bb"
     assert Tags(separator=",", max_characters=7).apply("aa, bb, cc", {}, torch.Generator()) == "aa, bb"
     assert Tags(key="t", max_characters=3).apply("a long one", {"t": ["x"]}, torch.Generator()) == "a long one"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shuffle": True}, "data.captions.tags.shuffle=True finds no tags: set data.captions.tags.separator, or"),
-        ({"max_tags": 3}, "data.captions.tags.max_tags=3 finds no tags"),
-        ({"separator": ""}, "separator and key are texts; null, not an empty text"),
-        ({"separator": ",", "keep_first": -1, "shuffle": True}, "keep_first=-1 must be at least 0: it is a number"),
-        ({"separator": ",", "keep_first": 1}, "keep_first=1 has nothing to keep tags from"),
-        ({"separator": ",", "drop_prob": 1.0}, "drop_prob=1.0 is a share of the tags.*task.cond_drop_prob"),
-        ({"separator": ",", "max_tags": 0}, "max_tags=0 must be at least 1: it must leave room for keep_first"),
-        ({"separator": ",", "max_tags": 1, "keep_first": 2, "shuffle": True}, "leave room for keep_first"),
-        ({"separator": ",", "max_characters": 0}, "max_characters=0 must be at least 1"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Tags(**options)

@@ -76,17 +76,6 @@ def test_names_that_are_no_utf8_train_as_they_do_in_a_stream(tmp_path: Path) -> 
         assert "a.tar:caf\\udce9 \\udcff" in {key for batch in next(loader) for key in batch.keys}
 
 
-def test_a_folder_stands_for_the_tars_below_it(tmp_path: Path) -> None:
-    (tmp_path / "more").mkdir()
-    for number, name in enumerate(["1.tar", "0.tar", "more/2.tar"]):
-        tars.write(tmp_path / name, tars.samples([number]))
-    (tmp_path / "0.parquet").touch()
-    assert tars.webdataset(tmp_path).open().shards == ("0.tar", "1.tar", "2.tar")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"data\.urls=.*empty holds no tar"):
-        tars.webdataset(tmp_path / "empty").check()
-
-
 JSON_ALONE = [("0.png", tars.picture()), ("0.json", b'{"caption": "a cat"}'), ("1.png", tars.picture())]
 
 

@@ -14,8 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from cascade_train.assembly.components import build_component
 from cascade_train.data.data_set import Rows, open_data_set
 from cascade_train.data.order.position import ShapeGroups
-from cascade_train.data.survey.look import survey
-from cascade_train.data.survey.report import Report
+from cascade_train.data.survey import Report, survey
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.text_encoder import LONG_PIECES, TokenCounter, token_counter
 

@@ -159,7 +159,7 @@ def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
 
 @functools.cache
 def fast_jpeg_decoder() -> Callable[[bytes], np.ndarray] | None:
-    """Return torchvision's decoder of gray and colour JPEG to (H, W, 3) uint8 RGB; None, with one warning, without it.
+    """Torchvision's decoder of gray and colour JPEG to (H, W, 3) uint8 RGB; None, with one warning, without it.
 
     The decoder raises RuntimeError for a damaged file. The first call takes seconds: make it before workers fork. It
     was the fastest decoder without a dependency of its own (bench/results/data.md).
@@ -242,10 +242,7 @@ def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def _orientation(image: Image.Image) -> int:
-    """The orientation, 1 to 8, as `ImageOps.exif_transpose` reads it, of EXIF, texts or XMP; 1 = upright, or none.
-
-    Never decodes pixels, so that a header is enough.
-    """
+    """The orientation, 1 to 8, as `ImageOps.exif_transpose` reads it, of EXIF, texts or XMP; 1 = upright, or none."""
     if image.format == "TIFF" and ExifTags.Base.Orientation in image.tag_v2:  # type: ignore[attr-defined]
         return 1  # Pillow itself turns it
     try:
@@ -257,11 +254,7 @@ def _orientation(image: Image.Image) -> int:
 
 @contextmanager
 def _damage_reported(max_pixels: int | None) -> Iterator[None]:
-    """Turn whatever PIL raises for a damaged or too large file into `UnreadableSampleError`.
-
-    For damage that is OSError, SyntaxError, ValueError, struct.error, IndexError and others, so every Exception
-    counts; running out of memory does not.
-    """
+    """Turn whatever PIL raises for a damaged or too large file into `UnreadableSampleError`."""
     with _PIL_SETTINGS, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", Image.DecompressionBombWarning)

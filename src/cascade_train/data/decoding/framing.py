@@ -34,7 +34,7 @@ class Box:
     width: int
 
     def scaled(self, size: tuple[int, int], to: tuple[int, int]) -> Box:
-        """Return about the same part of the picture at another (height, width)."""
+        """About the same part of the picture at another (height, width)."""
         top, height = _scaled_span(self.top, self.height, size[0], to[0])
         left, width = _scaled_span(self.left, self.width, size[1], to[1])
         return Box(top=top, left=left, height=height, width=width)
@@ -116,7 +116,7 @@ def gray_mask(
 
 
 def largest_box(size: tuple[int, int], target: tuple[int, int], offset: tuple[float, float]) -> Box:
-    """Return the largest part of the target's shape, rounded to whole pixels; sizes are height and width.
+    """Largest part of the target's shape, rounded to whole pixels; sizes are height and width.
 
     `offset` is where it lies, across and down, in [0, 1] of the room that is left; (0.5, 0.5) is the middle.
     """
@@ -144,7 +144,7 @@ def cut(pixels: np.ndarray, box: Box, height: int, width: int, *, flip: bool) ->
 
 
 def salient_offset(pixels: np.ndarray, height: int, width: int) -> tuple[float, float]:
-    """Return the `offset` at which a window of (height, width) pixels is most salient in (H, W, 3) uint8 RGB.
+    """`offset` at which a window of (height, width) pixels is most salient in (H, W, 3) uint8 RGB.
 
     Of places that are about as good, it is the one nearest to the middle.
     """
@@ -160,7 +160,7 @@ def salient_offset(pixels: np.ndarray, height: int, width: int) -> tuple[float, 
 
 
 def spectral_residual(gray: np.ndarray) -> np.ndarray:
-    """Return how much each place of a (H, W) picture stands out, (H, W) float64 >= 0.
+    """How much each place of a (H, W) picture stands out, (H, W) float64 >= 0.
 
     Equations 1 to 5 of Hou and Zhang, "Saliency detection: a spectral residual approach" (CVPR 2007).
     """
@@ -172,14 +172,14 @@ def spectral_residual(gray: np.ndarray) -> np.ndarray:
 
 
 def _blurred(values: np.ndarray, reach: int) -> np.ndarray:
-    """Return the mean over a square of side 2 * reach + 1, twice, wrapping around the edges."""
+    """Mean over a square of side 2 * reach + 1, twice, wrapping around the edges."""
     for axis in (0, 1, 0, 1):
         values = np.mean([np.roll(values, shift, axis) for shift in range(-reach, reach + 1)], axis=0)
     return values
 
 
 def _best_place(profile: np.ndarray, share: float) -> float:
-    """Return where, in [0, 1], a window of a share of the profile's length holds most of it."""
+    """Where, in [0, 1], a window of a share of the profile's length holds most of it."""
     window = min(len(profile), max(1, round(share * len(profile))))
     sums = np.convolve(profile, np.ones(window), mode="valid")
     if len(sums) == 1:

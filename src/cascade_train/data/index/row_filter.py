@@ -152,19 +152,14 @@ def parse_row_filters(given: object, *, key: str = KEY) -> RowFilters:
     elif isinstance(given, list):
         entries = [(f"{key}[{number}]", entry) for number, entry in enumerate(given)]
     else:
-        raise ValueError(
-            f"{key}={given} must be a list of [key, condition] or a mapping of keys to conditions; as in"
-            f" '{key}=[[score,\"lambda s: s > 4.5\"]]'"
-        )
+        raise ValueError(f"{key}={given} must be a list of [key, condition] or a mapping of keys to conditions")
     return RowFilters(tuple(_row_filter(where, entry) for where, entry in entries))
 
 
 def _row_filter(where: str, entry: Any) -> RowFilter:
     if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], str):
-        raise ValueError(
-            f"{where}={entry} is not a pair of a key and a condition; write [score, 'lambda s: s > 4.5'], or"
-            " [[width, height], 'lambda w, h: w * h >= 600 ** 2'], the condition always in quotes"
-        )
+        form = "[score, 'lambda s: s > 4.5'] or [[width, height], 'lambda w, h: w * h > 9']"
+        raise ValueError(f"{where}={entry} is not a pair of a key and a condition, as {form} is")
     keys = entry[0] if isinstance(entry[0], list) else [entry[0]]
     if not keys or not all(isinstance(key, str) and key for key in keys):
         raise ValueError(f"{where}: {entry[0]!r} is not the name of a key in the samples' json, nor a list of names")
@@ -182,16 +177,9 @@ def read_metadata(metadata: bytes | None) -> Mapping[str, Any] | None:
 
 
 def _parse(text: str, keys: Sequence[str], where: str) -> tuple[tuple[str, ...], ast.expr]:
-    """Names of the arguments of a condition, one for each of `keys`, and its checked tree.
-
-    The text is a lambda with one argument per key, `lambda s: s > 4.5`; for one key a comparison without its left side,
-    `<=0.5`; or an expression in the names of the keys, `width * height >= 600 ** 2`.
-    """
+    """Names of the arguments of a condition, one for each of `keys`, and its checked tree."""
     if len(text) > MAX_CHARACTERS:
-        raise ValueError(
-            f"{where}: a condition of {len(text)} characters, {text[:20]!r}..., is longer than the {MAX_CHARACTERS}"
-            " that are read; split it into several filters"
-        )
+        raise ValueError(f"{where}: {text[:20]!r}... has more than {MAX_CHARACTERS} characters; split the filter")
     is_short = _STARTS_WITH_COMPARISON.match(text) is not None
     source, names = (f"_ {text}", ("_",) * len(keys)) if is_short else (text, tuple(keys))
     try:

@@ -66,10 +66,8 @@ def parse_size_filters(given: object) -> tuple[RowFilter, ...]:
     """Parse the value of `data.size_filters`, in the forms of `data.row_filters`, on `MEASURES`."""
     filters = parse_row_filters(given, key=SIZE_FILTERS).filters
     for unknown in (key for each in filters for key in each.keys if key not in MEASURES):
-        raise ValueError(
-            f"{SIZE_FILTERS}: {unknown} is no measure of a picture: choose {', '.join(MEASURES)}; conditions on a"
-            " sample's json or columns belong in data.row_filters"
-        )
+        known = ", ".join(MEASURES)
+        raise ValueError(f"{SIZE_FILTERS}: {unknown} is no measure of a picture ({known}); see data.row_filters")
     return filters
 
 
@@ -100,10 +98,7 @@ def read_quarantine(path: Path) -> set[str]:
     folder = path / QUARANTINE_FOLDER
     files = [path] if path.is_file() else sorted(folder.glob("*.jsonl")) or sorted(path.glob("*.jsonl"))
     if not files or (path / "metrics.jsonl") in files:
-        raise ConfigError(
-            f"{QUARANTINE}={path} is no list of unreadable samples, nor a run that met one ({folder}/*.jsonl): null"
-            " leaves nothing out"
-        )
+        raise ConfigError(f"{QUARANTINE}={path} is no list of unreadable samples, nor a run with {folder}/*.jsonl")
     return {name for file in files for name in _read_names(file)}
 
 
@@ -115,10 +110,8 @@ def _read_names(file: Path) -> Iterator[str]:
             except (ValueError, LookupError, TypeError) as error:
                 if not line.endswith(b"\n"):  # a run was killed while it wrote
                     break
-                raise ConfigError(
-                    f'{QUARANTINE}: line {number} of {file} names no sample, as {{"sample": "train.tar:0001"}} does:'
-                    " mend it, or remove the line"
-                ) from error
+                text = f'{QUARANTINE}: line {number} of {file} names no sample, as {{"sample": "train.tar:0001"}} does'
+                raise ConfigError(text) from error
 
 
 def quarantine_selection(names: Collection[str], index: Index) -> Selection:

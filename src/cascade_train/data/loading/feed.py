@@ -43,15 +43,15 @@ class Feed(abc.ABC):
         if whole < 1 or together < 1 or whole % together != 0:
             below = whole // max(1, together) * together
             fits = [str(size) for size in (below, below + together) if size > 0]
+            sizes = f"{request.ranks} ranks x train.micro_batch_size={request.micro_batch_size}"
             raise ConfigError(
-                f"train.global_batch_size={whole} is not a multiple of {request.ranks} ranks x train.micro_batch_size="
-                f"{request.micro_batch_size}: {' or '.join(fits)} would fit"
+                f"train.global_batch_size={whole} is not a multiple of {sizes}: {' or '.join(fits)} would fit"
             )
         self._source, self._request = source, request
         self.position = 0  # global batches handed out, never those prefetched
         self.micro_batches = request.global_batch_size // request.ranks // request.micro_batch_size  # of one step
         self._skipped = SkippedCount(samples, source.max_unreadable_share)
-        self.skipped = self._skipped.each  # the unreadable samples that this rank met, each once
+        self.skipped = self._skipped.samples  # the unreadable samples that this rank met, each once
         self.excluded = frozenset(() if request.whole_epochs else source.exclude or ())  # keys of `data.exclude`
 
     def report(self) -> list[str]:
@@ -139,8 +139,6 @@ class Loader(Feed):
 
 
 class _References(Sampler[Step]):
-    """An iterable that calls a function for each new iterator."""
-
     def __init__(self, begin: Callable[[], Iterator[Step]]) -> None:
         self._begin = begin
 
@@ -149,13 +147,13 @@ class _References(Sampler[Step]):
 
 
 class SkippedCount:
-    """Unreadable samples that one rank met: `each` once, in the order met, for the reason it had first."""
+    """Unreadable samples that one rank met, once each, in order, for the reason it had first."""
 
     def __init__(self, samples: int | None, max_share: float) -> None:
         """Store the number of samples, None = unknown, and the share of unreadable ones that stops a run."""
-        self.each: list[Unreadable] = []
+        self.samples: list[Unreadable] = []
         self._names = set[str]()
-        self._samples, self._max_share, self._seen = samples, max_share, 0
+        self._total, self._max_share, self._seen = samples, max_share, 0
 
     def add(self, batch: Batch) -> None:
         """Count what a batch skipped; a RunError where it is more than the share allowed.
@@ -163,17 +161,15 @@ class SkippedCount:
         Before every sample may have been seen once, a few more are allowed.
         """
         self._seen += len(batch)
-        for each in batch.skipped:
-            if each.name not in self._names:
-                self._names.add(each.name)
-                self.each.append(each)
-                _log.warning("unreadable sample, another stands in: %s", each)
-        samples, most = self._seen, FEW + self._max_share * self._seen
-        if self._samples is not None and self._seen >= self._samples:
-            samples, most = self._samples, most_unreadable(self._samples, self._max_share)
-        if len(self.each) > most:
-            listed = by_reason(self.each[:20]) + ("; ..." if len(self.each) > 20 else "")
-            raise RunError(
-                f"{too_many_text(len(self.each), samples, self._max_share, listed)} With that, this run continues;"
-                " a new run leaves them out by data.quarantine=<this run.dir>."
-            )
+        for sample in batch.skipped:
+            if sample.name not in self._names:
+                self._names.add(sample.name)
+                self.samples.append(sample)
+                _log.warning("unreadable sample, another stands in: %s", sample)
+        total, most = self._seen, FEW + self._max_share * self._seen
+        if self._total is not None and self._seen >= self._total:
+            total, most = self._total, most_unreadable(self._total, self._max_share)
+        if (count := len(self.samples)) > most:
+            listed = by_reason(self.samples[:20]) + ("; ..." if count > 20 else "")
+            text = too_many_text(count, total, self._max_share, listed)
+            raise RunError(f"{text} With that, this run continues; a new run takes data.quarantine=<this run.dir>.")

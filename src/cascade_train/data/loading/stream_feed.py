@@ -59,17 +59,14 @@ class StreamFeed(Feed):
 
     def report(self) -> list[str]:
         """See `Feed.report`."""
-        return [
-            "Not all tars can be indexed, so that all are streamed: pictures are square, samples mix within"
-            f" data.buffer_samples={self._part.streams.buffer_samples}, and their number is unknown. Ranks and workers"
-            " decide their sequence."
-        ]
+        mix = f"data.buffer_samples={self._part.streams.buffer_samples}"
+        return [f"Not all tars can be indexed, so all are streamed: squares, mixed within {mix}, length unknown."]
 
     def steps_of_epochs(self, epochs: int, state: Mapping[str, Any] | None = None) -> int:
         """Raise a ConfigError: the length of streams is unknown."""
         raise ConfigError(
-            "data.urls are streams, whose length is unknown before they end: give train.max_steps instead of"
-            " train.max_epochs, and hold out by validate.urls of tars that can be indexed instead of validate.share"
+            "data.urls are streams, whose length is unknown: give train.max_steps instead of train.max_epochs, and"
+            " hold out by validate.urls of tars that can be indexed instead of validate.share"
         )
 
     def seek(self, position: int) -> None:
@@ -92,16 +89,12 @@ class StreamFeed(Feed):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Feed.load_state_dict`; where the readers are others, another epoch begins."""
-        saved, own = read_identity(state), read_identity({"identity": self._identity})
-        changed = [
-            f"{name} was {saved.get(name)}, is {value}" for name, value in own.items() if saved.get(name) != value
-        ]
+        saved, now = read_identity(state), read_identity({"identity": self._identity})
+        changed = [f"{name} was {saved.get(name)}, is {now[name]}" for name in now if saved.get(name) != now[name]]
         changed = changed or changed_content(self._request.index, state)
         if changed and self._source.on_change == "refuse":
-            raise ConfigError(
-                f"the checkpoint's place in its streams does not fit this run: {'; '.join(changed)}. Set back what"
-                " changed (data.urls, data.row_filters, run.seed), or begin another epoch by data.on_change=restart"
-            )
+            text = f"the checkpoint's place in its streams does not fit this run: {'; '.join(changed)}"
+            raise ConfigError(f"{text}. Set it back, or begin another epoch by data.on_change=restart")
         epoch, taken = state.get("epoch", state.get("start", {}).get("epoch", 0)), state.get("taken", 0)
         if not changed and state.get("dealt") != self._dealt:
             changed = ["ranks, workers, sizes of batches or data.buffer_samples decide who reads which sample"]

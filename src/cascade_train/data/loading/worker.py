@@ -248,11 +248,7 @@ class Results(Generic[T]):
         self._iterator = self._data_loader = self._make = None
 
     def _receive(self) -> T | RunError:
-        """What the workers made next; their sudden end is a failure too.
-
-        The iterator stays out of local names, and torch's error is not passed on: a traceback that holds the
-        iterator would keep the other workers alive.
-        """
+        """What the workers made next; their sudden end is a failure too."""
         assert self._make is not None, "the feed is closed"
         if self._data_loader is None:
             self._data_loader = self._make()
@@ -273,10 +269,8 @@ class Results(Generic[T]):
             raise
         except (RuntimeError, OSError, EOFError) as error:
             self._iterator = None
-            text = (
-                f"A data worker process ended unexpectedly ({str(error).rstrip('. ')}); it may have run out of memory"
-                " or shared memory: lower data.num_workers, or set it to 0 to see the cause"
-            )
+            text = f"A data worker process ended unexpectedly ({str(error).rstrip('. ')}), perhaps for lack of memory"
+            text = f"{text} or shared memory: lower data.num_workers, or set it to 0 to see the cause"
             if 0 < timeout <= time.monotonic() - begun:
                 text = f"no batch for {timeout:g} s (data.max_wait_seconds). {self._whereabouts()}"
             return _traced(text)
@@ -291,11 +285,7 @@ class _Loader(DataLoader[T]):
 
 @contextmanager
 def _raised_deaths() -> Iterator[None]:
-    """Let torch raise the death of a worker, also one since the last block, within the block alone.
-
-    Its handler of SIGCHLD raises wherever the main process is: in logging, which swallows the error, whereupon the
-    process waits in vain, or among the files of a checkpoint.
-    """
+    """Let torch raise the death of a worker, also one since the last block, within the block alone."""
     global _torchs_handler
     if threading.current_thread() is not threading.main_thread():  # where Python allows no handlers
         yield
@@ -341,8 +331,8 @@ def begin_worker(worker: int) -> None:
     exist there, and never ends.
     """
     gc.freeze()
-    for each in STOP_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 LONGEST_FOLDER = 70
@@ -359,10 +349,8 @@ def shorten_socket_paths() -> None:
     try:
         multiprocessing.util.get_temp_dir()  # kept for this process, and those that it starts
     except OSError as error:
-        raise RunError(
-            f"TMPDIR={folder} is too long for the sockets of data workers, and /tmp cannot be used ({error}). Set it"
-            f" to a folder of at most {LONGEST_FOLDER} bytes, or data.num_workers=0"
-        ) from error
+        text = f"TMPDIR={folder} is too long for the sockets of data workers, and /tmp cannot be used ({error})"
+        raise RunError(f"{text}. Set it to at most {LONGEST_FOLDER} bytes, or data.num_workers=0") from error
     finally:
         tempfile.tempdir = folder
 

@@ -22,14 +22,14 @@ ORDER_VERSION = 1
 
 
 def random_words(count: int, seed: int, epoch: int, purpose: str) -> np.ndarray:
-    """Return (count,) uint64 random words, a frozen function of the arguments; a smaller count gives the first ones."""
+    """(count,) uint64 random words, a frozen function of the arguments; a smaller count gives the first ones."""
     digest = hashlib.blake2b(f"{seed}/{epoch}/{purpose}".encode(), digest_size=16).digest()
     words: np.ndarray = np.random.Philox(key=np.frombuffer(digest, dtype="<u8")).random_raw(count)
     return words
 
 
 def permutation(count: int, seed: int, epoch: int, purpose: str) -> np.ndarray:
-    """Return a permutation of range(count) as int64; a frozen function of its arguments."""
+    """A permutation of range(count) as int64; a frozen function of its arguments."""
     return np.argsort(random_words(count, seed, epoch, purpose), kind="stable")
 
 
@@ -47,7 +47,7 @@ class Groups:
         return count
 
     def of_bucket(self, bucket: int) -> np.ndarray:
-        """Return the sorted rows of a bucket."""
+        """Sorted rows of a bucket."""
         start = int(self.first_KS[bucket, 0])
         return self.rows[start : start + int(self.count_KS[bucket].sum())]
 
@@ -60,7 +60,7 @@ def group(rows: np.ndarray, shard_N: np.ndarray, bucket_N: np.ndarray, buckets: 
 
 
 def shard_numbers(shards: np.ndarray) -> np.ndarray:
-    """Return the number of each row's shard among those that occur, (N,) int64; `shards` does not decrease."""
+    """Number of each row's shard among those that occur, (N,) int64; `shards` does not decrease."""
     return np.cumsum(np.diff(shards, prepend=shards[:1]) != 0)
 
 
@@ -81,7 +81,7 @@ class Layout:
         self._block = functools.lru_cache(maxsize=2 * len(self.total_K))(self._permute_block)
 
     def span(self, bucket: int, start: int, stop: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return rows and epochs of samples [start, stop) of a bucket in the epoch's order, in pieces."""
+        """Rows and epochs of samples [start, stop) of a bucket in the epoch's order, in pieces."""
         pieces = []
         ends = self.end_WK[:, bucket]
         while start < stop:
@@ -93,7 +93,7 @@ class Layout:
         return pieces
 
     def places(self, window: int, buckets: np.ndarray, samples: np.ndarray) -> np.ndarray:
-        """Return the place in a window of each sample, (n,) int64, by its bucket and its number in the bucket's order.
+        """Place in a window of each sample, (n,) int64, by its bucket and its number in the bucket's order.
 
         The buckets' samples are shuffled together; one of an earlier window comes at the beginning, place -1.
         """
@@ -109,11 +109,7 @@ class Layout:
         return place
 
     def _permute_block(self, window: int, bucket: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of one bucket in one window in their order, and the epoch of each.
-
-        With replacement a shard may come twice in an epoch; the number of the visit then stands for the epoch, so that
-        its samples make draws of their own each time.
-        """
+        """Rows of one bucket in one window in their order, and the epoch of each."""
         visits = np.arange(len(self._order))[window * self._window_shards : (window + 1) * self._window_shards]
         first, count = (part[bucket, self._order[visits]] for part in (self._groups.first_KS, self._groups.count_KS))
         rows = np.concatenate([self._groups.rows[f : f + c] for f, c in zip(first, count, strict=True)])
@@ -177,7 +173,7 @@ class Step:
     weights: np.ndarray | None = None  # (G,) fp32, 0 for samples that only fill the batch; None = all count
 
     def part(self, start: int, stop: int) -> Step:
-        """Return samples [start, stop) of the batch."""
+        """Samples [start, stop) of the batch."""
         weights = None if self.weights is None else self.weights[start:stop]
         return replace(self, rows=self.rows[start:stop], epochs=self.epochs[start:stop], weights=weights)
 
@@ -193,11 +189,7 @@ class Start:
 
 @dataclass(frozen=True, eq=False)
 class _Epoch:
-    """One epoch cut into steps.
-
-    A bucket's first step begins at `open_K`, counted from the bucket's first sample in the epoch: negative where
-    samples of earlier epochs wait, positive where the plan begins within the epoch.
-    """
+    """One epoch cut into steps."""
 
     layout: Layout  # its samples
     open_K: np.ndarray
@@ -205,7 +197,7 @@ class _Epoch:
     rest_K: np.ndarray  # samples of each bucket that are a step of their own at the end
 
     def steps_before(self, window: int, size: int) -> np.ndarray:
-        """Return how many steps of each bucket are complete when a window begins, (K,)."""
+        """How many steps of each bucket are complete when a window begins, (K,)."""
         if window == 0:
             return np.zeros_like(self.open_K)
         return np.maximum(0, (self.layout.end_WK[window - 1] - self.open_K) // size)
@@ -232,7 +224,7 @@ class Plan:
         self._window = functools.lru_cache(maxsize=3)(self._complete)
 
     def step(self, position: int) -> Step:
-        """Return the global batch at `position`, counted from the run's first."""
+        """Global batch at `position`, counted from the run's first."""
         number, epoch, window, place = self._find(position)
         if window == len(epoch.done_W):
             bucket = int(np.flatnonzero(epoch.rest_K)[place])
@@ -242,7 +234,7 @@ class Plan:
         return self._gather(int(buckets[place]), number, int(ends[place]) - self.global_batch_size, int(ends[place]))
 
     def first_step(self, epoch: int) -> int:
-        """Return the position of the first step that is completed in an epoch or after it."""
+        """Position of the first step that is completed in an epoch or after it."""
         first, position = self.start.epoch, self.start.position
         if epoch <= first:
             return position
@@ -256,12 +248,12 @@ class Plan:
         return position + self.steps_in(first) + (epoch - first - 1) * self.steps_in(first + 1)
 
     def steps_in(self, epoch: int) -> int:
-        """Return how many steps are completed in an epoch."""
+        """How many steps are completed in an epoch."""
         cut = self._epoch(epoch)
         return int(cut.done_W[-1]) + int(np.count_nonzero(cut.rest_K))
 
     def epoch_of(self, position: int) -> int:
-        """Return the epoch in which the step at `position` is completed."""
+        """Epoch in which the step at `position` is completed."""
         assert position >= self.start.position, "the plan begins later"
         epoch, ahead = self.start.epoch, 1
         while self.first_step(epoch + ahead) <= position:
@@ -273,12 +265,12 @@ class Plan:
         return epoch
 
     def epoch_start(self, position: int) -> Start:
-        """Return the beginning of the epoch that completes the step at `position`: the same plan from there on."""
+        """Beginning of the epoch that completes the step at `position`: the same plan from there on."""
         epoch = self.epoch_of(position)
         return Start(position=self.first_step(epoch), epoch=epoch, taken=tuple(self._epoch(epoch).open_K.tolist()))
 
     def start_at(self, position: int) -> Start:
-        """Return where a plan with another batch size begins, so that no sample comes twice and none is lost."""
+        """Where a plan with another batch size begins, so that no sample comes twice and none is lost."""
         number, epoch, window, place = self._find(position)
         taken_K = epoch.open_K + epoch.steps_before(window, self.global_batch_size) * self.global_batch_size
         if window < len(epoch.done_W):
@@ -290,14 +282,14 @@ class Plan:
         return Start(position=position, epoch=number, taken=tuple(taken_K.tolist()))
 
     def _find(self, position: int) -> tuple[int, _Epoch, int, int]:
-        """Return epoch and window that complete a step, and its place among theirs; flushed steps follow them all."""
+        """Epoch and window that complete a step, and its place among theirs; flushed steps follow them all."""
         number = self.epoch_of(position)
         epoch, place = self._epoch(number), position - self.first_step(number)
         window = int(np.searchsorted(epoch.done_W, place, side="right"))
         return number, epoch, window, place - (int(epoch.done_W[window - 1]) if window else 0)
 
     def _drawn_before(self, epoch: int) -> np.ndarray:
-        """Return how many samples of each bucket come from the plan's first epoch up to this one, (K,)."""
+        """How many samples of each bucket come from the plan's first epoch up to this one, (K,)."""
         first = self.start.epoch
         if not self.layouts.varies:
             return (epoch - first) * self.layouts.epoch(first).total_K
@@ -318,7 +310,7 @@ class Plan:
         return _Epoch(layout, open_K, done_W, rest_K)
 
     def _complete(self, number: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bucket of each step that a window completes, in order, and the end of its samples in the epoch."""
+        """Bucket of each step that a window completes, in order, and the end of its samples in the epoch."""
         epoch, size = self._epoch(number), self.global_batch_size
         before_K, through_K = (epoch.steps_before(edge, size) for edge in (window, window + 1))
         buckets = np.repeat(np.arange(len(before_K)), through_K - before_K)
@@ -328,7 +320,7 @@ class Plan:
         return buckets[order], ends[order]
 
     def _gather(self, bucket: int, epoch: int, start: int, end: int) -> Step:
-        """Return samples [start, end) of a bucket, counted from its first in `epoch`, as a step."""
+        """Samples [start, end) of a bucket, counted from its first in `epoch`, as a step."""
         while start < 0:
             epoch -= 1
             total = int(self.layouts.epoch(epoch).total_K[bucket])

@@ -173,16 +173,12 @@ class Order:
         """Continue the plan that `state` belongs to, and return its position. Raises as `Feed.load_state_dict`."""
         changed, size = self._changes(state), state["global_batch_size"]
         if changed and self._on_change == "refuse":
-            raise ConfigError(
-                f"the checkpoint's data position does not fit this run's data: {changed[0]}, or start another run"
-                " with a new run.name, or end the epoch here by data.on_change=restart"
-            )
+            text = f"the checkpoint's data position does not fit this run's data: {changed[0]}"
+            raise ConfigError(f"{text}, or start another run, or end the epoch here by data.on_change=restart")
         if size != self._global_batch_size and self._on_change == "refuse":
-            raise ConfigError(
-                f"the checkpoint's data position counts global batches of {size} samples, but train."
-                f"global_batch_size={self._global_batch_size}: set it back (ranks and micro-batches may change), or"
-                " start another run with a new run.name, or continue with other batches by data.on_change=restart"
-            )
+            text = f"the checkpoint's data position counts global batches of {size} samples, but"
+            text = f"{text} train.global_batch_size={self._global_batch_size}: set it back, or start another run"
+            raise ConfigError(f"{text}, or continue with other batches by data.on_change=restart")
         start = self._start_of(state, is_changed=bool(changed))
         if changed:
             _log.warning("The data changed (%s); epoch %d begins.", "; ".join(changed), start.epoch)
@@ -212,11 +208,9 @@ class Order:
             lines.append(f"Samples by height x width: {self._shapes(count_K, np.argsort(-count_K, kind='stable'))}.")
             slow = np.flatnonzero((count_K > 0) & (count_K < self._global_batch_size))
             if len(slow) and self._leftover == "carry":
-                lines.append(
-                    f"These shapes hold fewer samples than a global batch of {self._global_batch_size}, so that theirs"
-                    f" come only once several epochs filled one: {self._shapes(count_K, slow)}. List fewer"
-                    " data.aspect_ratios, or lower train.global_batch_size."
-                )
+                text = f"Samples of these shapes wait for a global batch of {self._global_batch_size} over epochs"
+                remedy = "List fewer data.aspect_ratios, or lower train.global_batch_size."
+                lines.append(f"{text}: {self._shapes(count_K, slow)}. {remedy}")
         return lines
 
     def _shapes(self, count_K: np.ndarray, buckets: np.ndarray) -> str:

@@ -105,10 +105,9 @@ class Listings:
         known, now = self._read().get(prefix, listed), set(listed)
         self._found[prefix] = known
         if lost := [item.name for item in known if item not in now]:
-            raise ConfigError(
-                f"data.urls={prefix}: {len(lost)} of the {len(known)} tars that the run began with are gone or changed"
-                f" ({', '.join(lost[:5])}); put them back, or remove {self._path} to take the prefix as it is now"
-            )
+            text = f"{len(lost)} of the {len(known)} tars that the run began with are gone or changed"
+            remedy = f"put them back, or remove {self._path} to take the prefix as it is now"
+            raise ConfigError(f"data.urls={prefix}: {text} ({', '.join(lost[:5])}); {remedy}")
         if len(now) > len(known):
             text = "%s holds %d more tars than when the run began; they are not used. A new run uses them."
             _log.warning(text, prefix, len(now) - len(known))
@@ -154,14 +153,12 @@ def check_urls(urls: str | list[str]) -> list[str]:
     paths = [Path(entry) for entry in entries if not entry.startswith(PIPE) and _store_of(entry) is None]
     missing = [path for path in paths if not path.is_file()]
     if missing:
-        given = ",".join(map(redact_argument, [urls] if isinstance(urls, str) else urls))
+        patterns = shortened(",".join(map(redact_argument, [urls] if isinstance(urls, str) else urls)), LONGEST_REASON)
         remedy = f"Paths are relative to the current folder, {Path.cwd()}"
         if any("*" in path.name for path in missing):
             remedy = "Name them by braces, as in shard-{000..005}.tar, or as a list"
-        raise ConfigError(
-            f"data.urls={shortened(given, LONGEST_REASON)}: {len(missing)} of {len(paths)} tar files not found:"
-            f" {first_names(map(str, missing), 3)}. {remedy}"
-        )
+        text = f"{len(missing)} of {len(paths)} tar files not found: {first_names(map(str, missing), 3)}"
+        raise ConfigError(f"data.urls={patterns}: {text}. {remedy}")
     return entries
 
 
@@ -181,10 +178,8 @@ def find_tars(urls: str | list[str], listings: Listings) -> list[Tar]:
         elif _is_prefix(entry):
             tars += [Tar(item=item, store=s3) for item in listings.below(entry, s3)]
         elif entry.lower().endswith(_UNREAD_COMPRESSIONS):
-            raise ConfigError(
-                f"data.urls: {entry} is compressed in a way that is not read here; stream it, as in"
-                f" 'pipe:zstd -dc {Path(entry).name}', or decompress it"
-            )
+            remedy = f"stream it, as in 'pipe:zstd -dc {Path(entry).name}', or decompress it"
+            raise ConfigError(f"data.urls: {entry} is compressed in a way that is not read here; {remedy}")
         elif entry in heads:
             tars.append(Tar(item=heads[entry], store=stores[_store_of(entry)]))
         else:
@@ -205,9 +200,8 @@ def _expand_braces(pattern: str) -> list[str]:
     try:
         expanded = list(braceexpand(pattern))
     except (UnbalancedBracesError, ValueError) as error:
-        raise ConfigError(
-            f"data.urls={redact_argument(pattern)} has unbalanced braces: write {{000..005}} or {{a,b}}"
-        ) from error
+        text = f"data.urls={redact_argument(pattern)} has unbalanced braces: write {{000..005}} or {{a,b}}"
+        raise ConfigError(text) from error
     is_kept = len(expanded) == 1 and (pattern.startswith(PIPE) or "{" not in pattern)
     return [pattern] if is_kept else expanded  # of a command backslashes stay
 
@@ -223,7 +217,5 @@ def _normalize(url: str) -> str:
     if scheme[1] == "file":
         return str(Path(re.sub("^file:(//)?", "", url)))
     remedy = f"stream it by '{_WEB} {url}'" if scheme[1] in ("http", "https") else "copy the tars to a disk or to S3"
-    raise ConfigError(
-        f"data.urls={url} has a scheme that is not read, {scheme[1]}: (paths, file:, s3://,"
-        f" {'://, '.join(SCHEMES)}:// and pipe: are); {remedy}"
-    )
+    known = f"paths, file:, s3://, {'://, '.join(SCHEMES)}:// and pipe: are"
+    raise ConfigError(f"data.urls={url} has a scheme that is not read, {scheme[1]}: ({known}); {remedy}")

@@ -2,7 +2,7 @@
 
 Of a tar only the beginnings of its files are read, and the json that filters judge. The index of all is what that of
 each holds, one after another, without what row filters leave out: of few tars put together in memory at each start, of
-many kept in a folder and mapped (`mapped.py`).
+many kept in a folder and mapped.
 """
 
 from __future__ import annotations
@@ -35,9 +35,18 @@ from cascade_train.data.index.cache import (
     user_cache_dir,
     write_cache,
 )
-from cascade_train.data.index.mapped import changed_arrays, mapped, one_at_a_time
 from cascade_train.data.index.row_filter import RowFilters
-from cascade_train.data.index.rows import ABSENT, BEGINNING_BYTES, ROW_FIELDS, checksum, combine, first_names
+from cascade_train.data.index.rows import (
+    ABSENT,
+    BEGINNING_BYTES,
+    ROW_FIELDS,
+    changed_arrays,
+    checksum,
+    combine,
+    first_names,
+    mapped,
+    one_at_a_time,
+)
 from cascade_train.data.tar.files import Tar
 from cascade_train.data.tar.members import IMAGE_EXTENSIONS, PARTS, Dropped, Forward, Member, samples
 from cascade_train.errors import ConfigError, RunError
@@ -103,10 +112,8 @@ def scan_shard(tar: Tar) -> ShardIndex:
     with tar.open() as file:
         head = file.read(5)
         for name in (name for magic, name in _COMPRESSED.items() if head.startswith(magic)):
-            raise ConfigError(
-                f"data.urls: {tar.item.url} is compressed ({name}), so that samples have no place to be read at;"
-                " decompress it (pictures gain nothing from it), or name it .tar.gz, .tar.bz2 or .tar.xz to stream it"
-            )
+            remedy = "decompress it, or name it .tar.gz, .tar.bz2 or .tar.xz to stream it"
+            raise ConfigError(f"data.urls: {tar.item.url} is compressed ({name}), so it has no index; {remedy}")
         file.seek(0)
         for key, found in samples(
             tar.item.url,
@@ -122,10 +129,8 @@ def scan_shard(tar: Tar) -> ShardIndex:
     if not rows and not dropped.examples:
         raise ConfigError(f"data.urls: {tar.item.url} is an empty tar, or holds no file with an extension")
     if not rows:
-        raise ConfigError(
-            f"data.urls: {tar.item.url} holds no usable sample: {dropped.text(tar.caption)}. A sample is KEY.jpg with"
-            f" KEY.{tar.caption}, and a key ends at the first dot of the file name"
-        )
+        form = f"A sample is KEY.jpg with KEY.{tar.caption}, and a key ends at the first dot of the file name"
+        raise ConfigError(f"data.urls: {tar.item.url} holds no usable sample: {dropped.text(tar.caption)}. {form}")
     table = np.array(rows, dtype=TAR_FIELDS)
     return ShardIndex(table=table, keys=np.array(keys), checksums=np.array(checksums), dropped=dropped)
 
@@ -222,7 +227,7 @@ class JoinedTars:
                 done: Iterator[bool] = map(remake, alone)
             else:
                 pool = stack.enter_context(ProcessPoolExecutor(processes, mp_context=get_context("spawn")))
-                done = (job.result() for job in as_completed([pool.submit(remake, each) for each in alone]))
+                done = (job.result() for job in as_completed([pool.submit(remake, tar) for tar in alone]))
             yield from done
 
     def _index_one(self, *, again: bool, folders: Collection[Path]) -> bool:
@@ -334,25 +339,19 @@ class JoinedTars:
     def _kept(self, usable: Sequence[np.ndarray], verdicts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[str]]:
         """Which samples of each tar are usable and pass the filters, (N,) bool, and lines on how many do."""
         if not any(map(len, verdicts)):
-            raise ConfigError(
-                f"data.urls: none of {sum(map(len, usable))} samples has .{self.tars[0].parts[self.needed]} for its"
-                " caption. Where its json has one, name the key, as in data.captions.key=caption; txt = KEY.txt"
-            )
+            text = f"none of {sum(map(len, usable))} samples has .{self.tars[0].parts[self.needed]} for its caption"
+            raise ConfigError(f"data.urls: {text}. Name a key of the json by data.captions.key=caption; txt = KEY.txt")
         if not len(self.filters):
             return list(usable), []
         passed, lines = self.filters.judged(np.concatenate(verdicts))
         kept_by_tar = [mask.copy() for mask in usable]
-        for kept, mine in zip(
-            kept_by_tar, np.split(passed, np.cumsum([len(rows) for rows in verdicts])[:-1]), strict=True
-        ):
+        ends = np.cumsum([len(rows) for rows in verdicts])
+        for kept, mine in zip(kept_by_tar, np.split(passed, ends[:-1]), strict=True):
             kept[kept] = mine
         return kept_by_tar, lines
 
     def _of_each(self, facts: Callable[[int], Any]) -> list[Any]:
-        """Facts of each tar, of remote ones several at a time.
-
-        In random order, so that processes that start together read different tars instead of waiting for each other.
-        """
+        """Facts of each tar, of remote ones several at a time."""
         numbers = list(range(len(self.tars)))
         if not any(tar.is_remote for tar in self.tars):
             return list(map(facts, numbers))

@@ -132,10 +132,8 @@ def _group_by_key(name: str, file: Forward, take: Callable[[Member], T]) -> Iter
             files = {}
         if (member.key != current and member.key in seen) or member.extension in files:
             key = printable(shortened(member.key, LONGEST_NAME))
-            raise ConfigError(
-                f"data.urls: {name}: the files of key {key} are not next to each other, or one is there"
-                " twice; write the tar with tar --sort=name -cf dataset.tar dataset/"
-            )
+            text = f"the files of key {key} are not next to each other, or one is there twice"
+            raise ConfigError(f"data.urls: {name}: {text}; write the tar with tar --sort=name -cf a.tar folder/")
         seen.add(member.key)
         current, files[member.extension] = member.key, take(member)
     if files:
@@ -175,10 +173,8 @@ def _read_members(name: str, file: Forward) -> Iterator[Member]:
     if file.position - end < tarfile.BLOCKSIZE:  # tarfile stops in silence where a header is cut short
         raise ConfigError(f"data.urls: {name} is cut short: it has no end mark. Copy or write it again")
     if any(file.payload(_LONGEST_PADDING)):
-        raise ConfigError(
-            f"data.urls: {name} goes on after its end mark at byte {end}, as when tars are joined by cat or the file is"
-            " damaged: give the tars one by one, or write it again"
-        )
+        text = f"goes on after its end mark at byte {end}, as when tars are joined by cat or it is damaged"
+        raise ConfigError(f"data.urls: {name} {text}: give the tars one by one, or write it again")
 
 
 def raw_sample(parts: Mapping[str, bytes], key: str, *, needs_values: bool) -> RawSample:

@@ -18,8 +18,7 @@ from typing import Any, Literal
 from PIL import Image
 
 from cascade_train.data.decoding.decode import decode, to_rgb
-from cascade_train.data.folder import Folder
-from cascade_train.data.index.pictures import MULTIPLY, PictureFile
+from cascade_train.data.folder import MULTIPLY, Folder, PictureFile
 from cascade_train.data.order.plan import permutation
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.tar.members import IMAGE_EXTENSIONS, write_tar

@@ -288,17 +288,12 @@ def _read_once(client: Any, item: StoredObject, start: int, size: int) -> bytes 
     answer = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{stop}")
     with contextlib.closing(answer["Body"]) as body:
         if answer["ETag"] != item.version:
-            raise RunError(
-                f"{item.url} changed during the run: its ETag was {item.version} and is {answer['ETag']}; put the"
-                " object back, or start another run with a new run.name"
-            )
+            tags = f"its ETag was {item.version} and is {answer['ETag']}"
+            raise RunError(f"{item.url} changed during the run: {tags}; put the object back, or start another run")
         status, sent = answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentRange")
         if status != 206 or sent != f"bytes {start}-{stop}/{item.size}":
-            raise RunError(
-                f"{item.url}: the server answered {status} with {sent or 'no range'} where bytes {start}-{stop}/"
-                f"{item.size} was asked for (206): it does not support ranged reads; use another server or gateway, or"
-                " copy the data to a disk"
-            )
+            text = f"the server answered {status} with {sent or 'no range'} where bytes {start}-{stop}/{item.size} was"
+            raise RunError(f"{item.url}: {text} asked for: it does not support ranged reads; copy the data to a disk")
         try:
             content = bytes(body.read())
         except (exceptions.HTTPClientError, exceptions.IncompleteReadError, ConnectionError):
@@ -321,10 +316,8 @@ def _asking(verb: str, url: str) -> Iterator[None]:
             remedy = "check bucket, key and AWS_ENDPOINT_URL"
             raise ConfigError(f"data.urls: {url} is not there ({code}); {remedy}") from error
         if status in (401, 403):
-            raise ConfigError(
-                f"data.urls: {url} may not be read ({status} {code}); check the credentials that AWS tools use here"
-                " (AWS_PROFILE, AWS_ACCESS_KEY_ID), their rights, and the region"
-            ) from error
+            remedy = "check the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID), their rights, and the region"
+            raise ConfigError(f"data.urls: {url} may not be read ({status} {code}); {remedy}") from error
         times = metadata.get("RetryAttempts", 0) + 1
         raise RunError(f"{verb} {url} failed {times} times: the server answered {status} {code}") from error
     except (exceptions.HTTPClientError, exceptions.ConnectionError) as error:

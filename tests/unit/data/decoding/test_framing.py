@@ -12,7 +12,6 @@ from cascade_train.data.decoding.framing import (
     Box,
     Framed,
     Framing,
-    cut,
     largest_box,
     salient_offset,
     spectral_residual,
@@ -58,38 +57,11 @@ def test_the_original_order_of_resize_and_crop_gives_the_same() -> None:
     assert psnr(framed(encoded, 768, 768).image, whole[:, :, 128:896]) >= 57.0
 
 
-def test_the_number_of_threads_does_not_change_pixels() -> None:
-    encoded = encode(photo(700, 500), "jpeg")
-    threads = torch.get_num_threads()
-    images = []
-    try:
-        for count in (1, 2, 4):
-            torch.set_num_threads(count)
-            images.append(framed(encoded, 200, 300).image)
-    finally:
-        torch.set_num_threads(threads)
-    assert all(np.array_equal(images[0], image) for image in images)
-
-
 def test_a_crop_has_the_documented_shape() -> None:
     result = framed(encode(halves(), "png"), 8, 12)
     assert (result.image.shape, result.image.dtype) == ((3, 8, 12), np.uint8)
     assert (result.size, result.box) == ((20, 40), Box(top=0, left=5, height=20, width=30))
     assert result.mask is None
-
-
-def test_a_picture_of_the_target_size_is_not_touched() -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (24, 24, 3), dtype=np.uint8)
-    for crop in ("center", "random", "saliency"):
-        assert np.array_equal(framed(pixels, 24, 24, crop=crop).image, pixels.transpose(2, 0, 1))
-
-
-@pytest.mark.parametrize(("across", "red", "blue"), [(0.0, 200, 0), (1.0, 0, 200)])
-def test_the_offset_moves_the_crop_from_edge_to_edge(across: float, red: int, blue: int) -> None:
-    box = largest_box((20, 40), (10, 10), (across, 0.5))
-    pixels = cut(np.asarray(halves()), box, 10, 10, flip=False)
-    assert np.unique(pixels[0, :, 1:-1]).tolist() == [red]
-    assert np.unique(pixels[2, :, 1:-1]).tolist() == [blue]
 
 
 @pytest.mark.parametrize("flip_prob", [0.0, 1.0])
@@ -164,14 +136,6 @@ def test_what_is_transparent_in_a_mask_does_not_count() -> None:
 def test_a_mask_of_another_size_is_unreadable() -> None:
     with pytest.raises(UnreadableSampleError, match="the mask is 30 x 20 px, the picture 40 x 20: they must be equal"):
         framed(encode(halves(), "png"), 8, 8, np.zeros((20, 30), dtype=np.uint8))
-
-
-def test_a_mask_of_a_large_picture_may_be_decoded_whole() -> None:
-    mask = np.zeros((1000, 1600), dtype=np.uint8)
-    mask[:, :800] = 255
-    result = framed(encode(halves(1600, 1000), "jpeg"), 100, 100, mask)
-    assert result.mask is not None
-    assert np.abs(result.mask[0] / 255 - result.image[0] / 200).mean() < 0.01
 
 
 def test_pixels_of_a_source_are_not_written_to() -> None:

@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from cascade_train.data.index.cache import read_cache, write_cache
+from cascade_train.data.index.cache import write_cache
 from cascade_train.errors import Interrupted
-
-
-def _refuse(*_: Any, **__: Any) -> None:
-    raise PermissionError(13, "Permission denied")
-
-
-def test_a_cached_index_that_may_not_be_read_counts_as_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert read_cache(tmp_path / "none.npz") is None
-    assert caplog.text == ""
-    monkeypatch.setattr("cascade_train.data.index.cache.open_regular", _refuse)
-    assert read_cache(tmp_path / "a.npz") is None
-    assert "may not be read" in caplog.text
 
 
 def test_a_write_that_is_stopped_or_fails_leaves_nothing(tmp_path, monkeypatch):

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from cascade_train.data.index.row_filter import ABSENT, FAILED, PASSED, RowFilters, parse_row_filters
-from cascade_train.errors import ConfigError
+from cascade_train.data.index.row_filter import ABSENT, PASSED, RowFilters, parse_row_filters
 from tests.unit.data import tars
 
 SCORES = {0: 3.0, 1: 5.0, 2: 6.0, 3: None, 4: 9.0, 5: "high"}
@@ -20,17 +19,6 @@ def scored(folder: Path) -> Path:
     files = tars.samples(range(7))
     files += [(f"{key:04d}.json", json.dumps({"score": s, "size": key}).encode()) for key, s in SCORES.items()]
     return tars.write(folder / "a.tar", sorted(files))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [[["score", "lambda s: s > 4.5"], ["size", "<= 3"]], {"score": "> 4.5", "size": "lambda n: n <= 3"}],
-)
-def test_a_list_and_a_mapping_mean_the_same(given: Any) -> None:
-    filters = parse_row_filters(given)
-    assert filters.verdicts(b'{"score": 5, "size": 4}') == [PASSED, PASSED, FAILED]
-    assert filters.verdicts(b'{"score": 5}') == [PASSED, PASSED, ABSENT]
-    assert [each.keys for each in filters.filters] == [("score",), ("size",)]
 
 
 NO_MAPPINGS = [None, b"{", b"[1]", b"\xff", b"[" * 200_000]
@@ -47,10 +35,6 @@ def test_a_sample_without_readable_metadata_passes_no_filter(metadata: bytes | N
     [
         ("score > 4", "must be a list of .key, condition. or a mapping of keys to conditions"),
         ([["score", 4]], r"data.row_filters\[0\]=.* is not a pair of a key and a condition"),
-        (["score"], "is not a pair of a key and a condition"),
-        ({"score": 0.5}, "data.row_filters.score=.* is not a pair of a key and a condition"),
-        ([[[], "> 1"]], r"\[\] is not the name of a key in the samples' json"),
-        ([[3, "> 1"]], "3 is not the name of a key"),
         ([[["a", "b"], "<=0.5"]], "a comparison without its left side is for one key, not 2"),
         ([["a", "> 1"], ["b", "a.b"]], r"data.row_filters\[1\]: 'a.b' is refused at character 1"),
     ],
@@ -71,14 +55,6 @@ def test_samples_that_fail_or_lack_a_key_are_left_out_and_counted(
     assert "data.row_filters keep 3 of 7 samples (42.9%); 1 have no readable json" in caplog.text
     assert "data.row_filters score: > 4.5: 3 pass (42.9%), 1 lack the key" in caplog.text
     assert "data.row_filters score, size: score > size: 4 pass (57.1%), 1 lack the key" in caplog.text
-
-
-def test_no_sample_left_is_refused_with_the_pass_rates(tmp_path: Path) -> None:
-    source = tars.webdataset(scored(tmp_path), row_filters={"score": "> 100", "sise": "> 1"})
-    with pytest.raises(
-        ConfigError, match=r"row_filters leave no sample, .*score: > 100: 0 pass .*sise: > 1: 0 pass .*7 lack"
-    ):
-        source.open()
 
 
 def test_the_json_is_read_once_for_the_same_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,13 +106,6 @@ def test_both_ways_of_writing_a_condition_are_understood(text: str, passes: Any,
     assert not check(text, x=fails)
 
 
-def test_a_condition_may_ask_for_several_keys() -> None:
-    area = "lambda w, h: w * h >= 600**2 and 0.5 <= w / h <= 2"
-    assert check(area, width=600, height=600)
-    assert not check(area, width=2000, height=600)
-    assert check("width * height >= 600**2", width=600, height=600)
-
-
 @pytest.mark.parametrize("value", [None, "4", [], {}, float("nan"), 10**200, float("inf")])
 def test_what_cannot_be_computed_does_not_pass(value: Any) -> None:
     assert not check("lambda s: s * 2 > 1", s=value)
@@ -145,16 +114,12 @@ def test_what_cannot_be_computed_does_not_pass(value: Any) -> None:
 MALICIOUS = {
     "__import__('os').system('touch owned')": "at character 1 .*: calls are not allowed",
     "lambda s: s.__class__.__mro__": r"at character 11 \('s.__class__.__mro__'\): attributes are not allowed",
-    "lambda s: [x for x in s]": "listcomps are not allowed",
     "lambda s: len(s)": r"at character 11 \('len\(s\)'\): calls",
     "lambda s: s[0]": "subscripts are not allowed",
-    "lambda s: (t := s)": "namedexprs are not allowed",
-    "lambda s: f'{s}'": "joinedstrs are not allowed",
     "lambda s: 9**9**9": "an exponent must be a whole number from 0 to 8",
     "lambda s: os": r"at character 11 \('os'\): the name os is unknown",
     "lambda s, t: s": "the lambda must take 1 plain argument, one for each of x",
     "import os": r"at character 1 .*this is no expression",
-    "> 4.5)": r"at character 6 \('\)'\): this is no expression",
     "-" * 900 + "1": "it is nested too deeply|this is no expression",
     TIMES_ITSELF + "**9": "an exponent must be a whole",
 }

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,38 +108,6 @@ def test_another_caption_of_the_same_length_is_another_content(make: Make, tmp_p
     assert [after.name(row)[-5:] for row in changed] == [after.name(5)[-5:]] if make in ONE_BY_ONE else len(changed)
     text = f"the files behind data changed ({changed_samples(after, before)}); put them back"
     assert changed_content(after, {"content": before.content_record}) == [text]
-
-
-@pytest.mark.parametrize(
-    ("added", "removed", "sentence"),
-    [
-        ("2a", None, "6 samples then, 7 now, from data:2a.png"),
-        (None, "3", "6 samples then, 5 now, from data:4.png"),
-        ("9", None, "6 samples then, 7 now, from data:9.png"),
-        (None, "5", "6 samples then, 5 now, from data:4.png"),
-        ("2a", "2", "data:2a.png"),
-    ],
-)
-def test_added_removed_and_renamed_files_are_named(
-    added: str | None, removed: str | None, sentence: str, tmp_path: Path
-) -> None:
-    def write(name: str) -> None:
-        (tmp_path / f"data/{name}.png").write_bytes(tars.picture())
-
-    (tmp_path / "data").mkdir()
-    for name in "012345":
-        write(name)
-    source = partial(Folder, path=str(tmp_path / "data"), caption_from="name", **tars.SMALL)
-    before = source().open()
-    if added:
-        write(added)
-    if removed:
-        (tmp_path / f"data/{removed}.png").unlink()
-    after = source().open()
-    assert changed_content(after, {"content": before.content_record}) == [
-        f"the files behind data changed ({sentence}); put them back"
-    ]
-    assert changed_content(before, {"content": before.content_record}) == []
 
 
 @pytest.mark.parametrize("make", ONE_BY_ONE)

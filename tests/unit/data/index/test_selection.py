@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from cascade_train.data.data_set import open_data_set
-from cascade_train.data.index.rows import ROW_FIELDS, Index, split
+from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.index.selection import (
     RowSelector,
     Selection,
@@ -20,8 +19,6 @@ from cascade_train.data.index.selection import (
     selected,
     size_selection,
 )
-from cascade_train.data.shapes import Shapes
-from cascade_train.errors import ConfigError
 from tests.unit.data import tars
 from tests.unit.data.test_shapes import shapes
 
@@ -40,25 +37,6 @@ def test_rows_that_any_selector_refuses_are_left_out_and_counted(caplog: pytest.
     with caplog.at_level(logging.INFO):
         assert np.flatnonzero(selected(index, [without(0, 1), without(1, 5), without()])).tolist() == [2, 3, 4]
     assert caplog.messages == ["Left out: 2 of 6 samples are not wanted."] * 2
-
-
-def test_nothing_left_is_refused_with_the_reasons() -> None:
-    index = shapes(samples=3).open()
-    with pytest.raises(ConfigError, match=r"no sample is left to read: 2 of 3 samples are not wanted; 1 of 3"):
-        selected(index, [without(0, 1), without(2)])
-    with pytest.raises(ConfigError, match="the source has no sample"):
-        selected(dataclasses.replace(index, table=index.table[:0], keys=index.keys[:0], content=index.content[:0]), [])
-
-
-def test_training_and_held_out_samples_are_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Shapes, "selectors", lambda _: [without(*range(50))])
-    data = open_data_set(shapes(samples=100), share=0.2, held_out=None)
-    assert data.held_out is not None
-    assert sorted([*data.training.rows, *data.held_out.rows]) == list(range(50, 100))
-    monkeypatch.setattr(Shapes, "selectors", lambda _: [without(*held_out)])
-    held_out = split(shapes(samples=100).open(), 0.2)[1]
-    with pytest.raises(ConfigError, match=r"samples that take part \d+ are left to train on and 0 held out"):
-        open_data_set(shapes(samples=100), share=0.2, held_out=None)
 
 
 def index(sizes: list[tuple[int, int]]) -> Index:
@@ -105,12 +83,6 @@ def test_the_lists_of_all_ranks_are_read_from_a_run_its_folder_or_one_file(tmp_p
 def test_a_line_torn_by_a_kill_counts_as_none(tmp_path: Path) -> None:
     run = listing(tmp_path, line("a:1") + '{"sample": "a:', line("a:2") + line("a:3").strip())
     assert read_quarantine(run) == {"a:1", "a:2", "a:3"}
-
-
-@pytest.mark.parametrize("text", ["a:1\n", '{"name": "a:1"}\n', "[1]\n", line("a:1") + "\n" + line("a:2")])
-def test_a_line_without_a_sample_is_named(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match=r"data.quarantine: line . of .*rank_0.jsonl names no sample, as"):
-        read_quarantine(listing(tmp_path, text))
 
 
 def test_rows_are_found_by_shard_and_key(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch.utils.data
 
 from cascade_train.batch import Unreadable
-from cascade_train.data.loading import worker as worker_module
 from cascade_train.data.loading.feed import SkippedCount
 from cascade_train.data.sample import RawSample
 from cascade_train.data.shapes import Shapes
@@ -36,21 +34,6 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         return read(self, row)
 
     monkeypatch.setattr(Shapes, "read", read_slowly)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_long_wait_says_where_samples_went(monkeypatch, caplog, num_workers):
-    monkeypatch.setattr(worker_module, "WAIT_WARNING_SECONDS", 0.2)
-    slow(monkeypatch, 0.35)
-    before = threading.active_count()
-    source = shapes(num_workers=num_workers)
-    with caplog.at_level("WARNING"), loading(source, rows=np.arange(30), global_batch_size=2) as loader:
-        assert len(next(loader)[0]) == 2
-        assert threading.active_count() <= before + num_workers  # the queue's own
-    found = [record.getMessage() for record in caplog.records if record.name == worker_module.__name__]
-    assert len(found) >= 2
-    assert found[0].startswith("No batch for 0.2 s. Of 37 samples")
-    assert found[1].startswith("No batch for 0.4 s. ")
 
 
 def test_a_wait_beyond_the_limit_stops_and_says_where_samples_went(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,12 +82,6 @@ def test_draws_of_a_stand_in_are_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert content(after[1:]) == content(before[1:])
 
 
-def test_a_run_of_unreadable_samples_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken_rows(monkeypatch, dict.fromkeys(range(37), UnreadableSampleError("no picture")))
-    with loading(shapes()) as loader, pytest.raises(RunError, match="so are the samples after it: shapes"):
-        next(loader)
-
-
 def test_a_killed_worker_is_explained_and_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
     before, main = set(children()), os.getpid()
 

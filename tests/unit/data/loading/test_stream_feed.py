@@ -18,7 +18,7 @@ from cascade_train.data.sample import RawSample
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.data import feeding as streams
 from tests.unit.data import tars
-from tests.unit.data.dataset_contract import check_form, content, loading
+from tests.unit.data.dataset_contract import content
 from tests.unit.data.feeding import SAMPLES, feeding, streamed
 
 STEPS = 16  # of 6 samples: into the third epoch
@@ -77,14 +77,6 @@ def on_ranks(urls: Any, ranks: int, steps: int, **options: Any) -> list[list[tup
     return seen
 
 
-def test_batches_have_the_documented_form(urls: list[str]) -> None:
-    with feeding(streamed(urls)) as feed:
-        step = next(feed)
-        assert len(step) == feed.micro_batches == 3
-        assert feed.position == 1
-    check_form(step, 16)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_epoch_draws_samples_once_and_leaves_out_less_than_a_micro_batch_a_worker(
     urls: list[str], num_workers: int
@@ -118,12 +110,6 @@ def test_one_compressed_tar_is_dealt_by_sample_to_two_ranks(tmp_path: Path) -> N
         parts = [[key for number, key in one if number == epoch] for one in seen]
         assert [len(part) for part in parts] == [6, 6]
         assert len({key for part in parts for key in part}) == 12
-
-
-def test_what_remains_of_tars_is_dealt_by_sample(tmp_path: Path) -> None:
-    paths = [tars.write(tmp_path / f"{n}.tar", tars.samples(range(10 * n, 10 * n + 8))) for n in range(3)]
-    seen = on_ranks([f"pipe:cat {path}" for path in paths], 2, 6, global_batch_size=4, micro_batch_size=1)
-    assert len({key for one in seen for epoch, key in one if epoch == 0}) == 24
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -190,18 +176,6 @@ def test_a_place_in_other_streams_is_refused_or_followed_by_another_epoch(
         assert {epoch for batch in next(feed) for epoch in batch.epoch_B.tolist()} == {1}
 
 
-def test_a_position_in_an_index_is_no_place_in_streams(urls: list[str], tmp_path: Path) -> None:
-    path = tars.write(tmp_path / "a.tar", tars.samples(range(9)))
-    with loading(tars.webdataset(path), global_batch_size=6) as loader:
-        next(loader)
-        state = loader.state_dict()
-    with feeding(streamed(urls)) as feed, pytest.raises(ConfigError, match="does not fit this run: order was"):
-        feed.load_state_dict(state)
-    with feeding(streamed(urls, on_change="restart")) as feed:
-        feed.load_state_dict(state)
-        assert feed.position == 1
-
-
 def test_a_killed_worker_ends_the_run_and_the_next_continues(urls, monkeypatch):
     with feeding(streamed(urls, num_workers=1)) as feed:
         expected = [content(next(feed)) for _ in range(STEPS)]
@@ -239,15 +213,6 @@ def test_the_order_is_frozen(urls: list[str]) -> None:
     assert numbers == [6, 15, 14, 5, 10, 8, 9, 7, 12, 13, 11, 16, 18, 17, 20, 19, 23, 22]
 
 
-def test_an_unreadable_sample_has_a_stand_in_of_its_block(tmp_path: Path) -> None:
-    path = tars.write(tmp_path / "a.tar", tars.samples(range(8), damaged=[2]))
-    with feeding(streamed([f"pipe:cat {path}"]), global_batch_size=4) as feed:
-        keys = [key for _ in range(2) for batch in next(feed) for key in batch.keys]
-        assert len(keys) == 8
-        assert len(set(keys)) == 7
-        assert [each.name.rpartition(":")[2] for each in feed.skipped] == ["0002"]
-
-
 def test_a_file_that_is_too_long_is_one_unreadable_sample(tmp_path: Path) -> None:
     files = [*tars.samples(range(5)), ("0005.png", bytes(3 * 2**20)), ("0005.txt", b"long")]
     path = tars.write(tmp_path / "a.tar", files)
@@ -269,22 +234,6 @@ def test_row_filters_choose_as_samples_are_read(tmp_path: Path) -> None:
         pytest.raises(RunError, match=r"data\.urls: an epoch .* train\.global_batch_size=6"),
     ):
         next(feed)
-
-
-def test_lengths_are_not_known_and_single_samples_cannot_be_asked_for(urls: list[str]) -> None:
-    source = streamed(urls)
-    with feeding(source) as feed:
-        with pytest.raises(ConfigError, match="data.urls are streams, whose length is unknown"):
-            feed.steps_of_epochs(1)
-        with pytest.raises(ConfigError, match="of which no single sample can be read: they stand alone as data"):
-            source.read(0)
-
-
-@pytest.mark.parametrize("key", ["aspect_ratios", "size_filters", "quarantine"])
-def test_what_needs_an_index_is_refused(urls: list[str], key: str) -> None:
-    value: Any = {"aspect_ratios": [0.5], "size_filters": {"width": "> 10"}, "quarantine": "runs/old"}[key]
-    with pytest.raises(ConfigError, match=f"data.{key}=.* needs an index of all samples, but 0.tar.gz cannot"):
-        streamed(urls, image_size=64, **{key: value}).open()
 
 
 def test_a_data_set_of_streams_shows_and_trains(urls: list[str]) -> None:

@@ -60,13 +60,10 @@ def test_every_way_of_reading_gives_the_same_samples(
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("head -c 4000 {0}", r"pipe:head <redacted> .*a.tar (ends within|is cut short|is not a readable tar)"),
         ("head -c 4000 {0}; echo no such bucket >&2; exit 3", "ended with code 3: no such bucket"),
-        ("cat {0}; exit 4", "ended with code 4: no error message"),
         ("cat {0}.missing | cat", "ended with code 1: .*a.tar.missing: No such file"),
         ("cat {0} {0}", "goes on after its end mark"),
         ("cat {0} && head -c 3000000 /dev/zero", "goes on after the end of its tar; give one tar for each"),
-        ("echo hello", "is not a readable tar file"),
         ("true", "is not a readable tar file"),
     ],
 )
