@@ -74,10 +74,7 @@ def local_files(source: str, subfolder: str | None) -> list[Path]:
 
 
 def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached) -> None:
-    """Let an unbuilt stage read from an opened cache, and leave out the encoders whose outputs it holds.
-
-    A ConfigError where it lacks what stage or task need, was made by other encoders, or holds what the task trains.
-    """
+    """Read from an opened cache in place of encoders; a ConfigError where it does not fit stage or task."""
     manifest, where = source.manifest, f"data.path={source.path}"
     refuse_reconstruction(stage, task, f"and {where} is a cache, which has none: use the data that it was made of")
     if not stage.image_products:
@@ -86,14 +83,14 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
     needed |= stage.needed_facts
     if lacking := sorted(needed.keys() - manifest.tensors.keys()):
         raise ConfigError(f"{where} lacks {', '.join(lacking)}, {needed[lacking[0]]}: make a cache with this model")
-    own = encoder_identity(cfg, stage, [*stage.image_products, *manifest.captions])
+    identity = encoder_identity(cfg, stage, [*stage.image_products, *manifest.captions])
     if task.sample_transform() is not None:
         if not task_identity(cfg).keys() & manifest.identity.keys():
             raise ConfigError(f"{where} lacks what the task makes of pictures: make a cache with this task and filter")
-        own |= task_identity(cfg)
-    for key, value in own.items():
-        if not same_option(value, held := manifest.identity.get(key)):
-            difference = f"{key}={value}, where the cache has {held}"
+        identity |= task_identity(cfg)
+    for key, value in identity.items():
+        if not same_option(value, cached := manifest.identity.get(key)):
+            difference = f"{key}={value}, where the cache has {cached}"
             raise ConfigError(f"{where} was made by another model: {difference}. Set it back, or make another cache.")
     check_data(cfg, source)
     if cfg["sample"]["every_steps"] is not None and (stage.needs_image or task.needs_image):
@@ -114,25 +111,25 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
 def check_data(cfg: Mapping[str, Any], source: Cached) -> None:
     """Refuse options that differ from those of the cache, except defaults, which follow it."""
     defaults = component_defaults(source)
-    held = {**defaults, **source.manifest.identity}
-    for key, own in data_identity(cfg).items():
+    cached = {**defaults, **source.manifest.identity}
+    for key, option in data_identity(cfg).items():
         is_held = not key.endswith("_target_") and (source.manifest.captions or not key.startswith("data.captions"))
-        if is_held and not same_option(own, held.get(key)) and not (key in defaults and own == defaults[key]):
-            follows = key == "data.image_size" and own == cfg.get("model", {}).get("image_size")
+        if is_held and not same_option(option, cached.get(key)) and not (key in defaults and option == defaults[key]):
+            follows = key == "data.image_size" and option == cfg.get("model", {}).get("image_size")
             typed = "model.image_size" if follows else key
-            remedy = f"Set {typed}={held.get(key)}" if follows else f"Leave {key} out"
-            text = f"{typed}={own} differs from the cache at data.path={source.path}, which was made with"
-            raise ConfigError(f"{text} {typed}={held.get(key)}. {remedy}, or make another cache.")
+            remedy = f"Set {typed}={cached.get(key)}" if follows else f"Leave {key} out"
+            text = f"{typed}={option} differs from the cache at data.path={source.path}, which was made with"
+            raise ConfigError(f"{text} {typed}={cached.get(key)}. {remedy}, or make another cache.")
 
 
 def component_defaults(source: Cached) -> dict[str, Any]:
     """The defaults of a source's options, nested ones included, by key."""
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for field in dataclasses.fields(source):
         value: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if value is not dataclasses.MISSING:
-            found[field.name] = dataclasses.asdict(value) if hasattr(value, "__dataclass_fields__") else value
-    return {option.key: option.value for option in component_options(found, "data.")}
+            defaults[field.name] = dataclasses.asdict(value) if hasattr(value, "__dataclass_fields__") else value
+    return {option.key: option.value for option in component_options(defaults, "data.")}
 
 
 def refuse_reconstruction(stage: Stage, task: Task, why: str) -> None:

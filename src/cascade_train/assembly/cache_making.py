@@ -117,8 +117,8 @@ def refuse_random(stage: Stage, task: Task, source: Source, *, captions: bool) -
     for setting, broken, remedy in rules:
         if broken:
             raise ConfigError(f"data.{setting} draws anew each epoch, which a cache cannot hold: set {remedy}.")
-    held = {**stage.image_products, **(stage.caption_products if captions else {})}
-    refuse_trained(task.trained_parts() & frozenset(held.values()), "a cache would hold what it made at first")
+    products = {**stage.image_products, **(stage.caption_products if captions else {})}
+    refuse_trained(task.trained_parts() & frozenset(products.values()), "a cache would hold what it made at first")
 
 
 def refuse_drawn_captions(source: Source, rows: np.ndarray, *, captions: bool) -> None:
@@ -180,12 +180,12 @@ class Encoder:
 
     def captions(self, captions: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         """Cached tensors of each caption, on the host; none if captions are not cached."""
-        found: dict[str, dict[str, Tensor]] = {}
+        outputs: dict[str, dict[str, Tensor]] = {}
         for start in range(0, len(captions) if self.has_captions else 0, self.batch_size):
             part = captions[start : start + self.batch_size]
-            kept = {name: self._kept(made) for name, made in self.stage.make_caption_products(part).items()}
-            found |= {caption: {name: kept[name][i] for name in kept} for i, caption in enumerate(part)}
-        return found
+            kept = {name: self._kept(tensor) for name, tensor in self.stage.make_caption_products(part).items()}
+            outputs |= {caption: {name: kept[name][i] for name in kept} for i, caption in enumerate(part)}
+        return outputs
 
     def _kept(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", torch.bfloat16 if self.dtype == "bf16" else tensor.dtype)
@@ -295,8 +295,8 @@ def keep_readable(encoder: Encoder, batch: Batch, raw: Mapping[int, RawSample], 
     for place, row in enumerate(step.rows.tolist()):
         if int(batch.index_B[place]) != row:
             continue
-        own, held = raw[row], encoder.has_captions
-        caption, values = (batch.captions[place], {}) if held else (own.caption, own.values)
+        sample, has_captions = raw[row], encoder.has_captions
+        caption, values = (batch.captions[place], {}) if has_captions else (sample.caption, sample.values)
         weight = 1.0 if batch.weight_B is None else float(batch.weight_B[place])
         meta = {"caption": caption, "key": batch.keys[place], "weight": weight, "values": values}
         kept[row] = CachedSample(tensors=tensors[place], meta=meta)
@@ -317,7 +317,7 @@ def summary(folder: Path, manifest: CacheManifest) -> str:
     done = [table for table in tables if table is not None]
     samples = sum(int((table.samples["bytes"].min(axis=1) > 0).sum()) for table in done)
     size = sum(int(table.tar_bytes.sum()) for table in done)
-    held = f"{samples} samples in {size / 2**20:.1f} MiB, {size / max(1, samples) / 1000:.1f} kB each"
+    content = f"{samples} samples in {size / 2**20:.1f} MiB, {size / max(1, samples) / 1000:.1f} kB each"
     if len(done) < manifest.units:
-        return f"{len(done)} of {manifest.units} units lie in {folder}: {held}."
-    return f"The cache in {folder} is complete: {held}. Train with data=cached data.path={folder}"
+        return f"{len(done)} of {manifest.units} units lie in {folder}: {content}."
+    return f"The cache in {folder} is complete: {content}. Train with data=cached data.path={folder}"

@@ -43,10 +43,7 @@ class BucketTable:
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def nearest(self, width_N: np.ndarray, height_N: np.ndarray) -> np.ndarray:
-        """(N,) int64 bucket nearest to each picture; of equal distances the entry that comes first.
-
-        Sizes are in pixels; a picture whose width or height is 0, unknown, counts as square.
-        """
+        """Bucket nearest to each picture, (N,) int64, the first of equals; sizes in pixels, 0 counts as square."""
         if self.distance == "exact":
             sides = (self.sizes_K2.T, (height_N, width_N))
             size_K, size_N = (height.astype(np.int64) << 32 | width.astype(np.int64) for height, width in sides)
@@ -55,12 +52,12 @@ class BucketTable:
             return np.where(size_K[bucket_N] == size_N, bucket_N, 0)  # the first where the size is unknown
         known = (width_N > 0) & (height_N > 0)
         ratio_N = np.where(known, width_N, 1) / np.where(known, height_N, 1)
-        own, other = (np.log(ratio_N), np.log(self.ratio_E)) if self.distance == "log" else (ratio_N, self.ratio_E)
+        entry_N, other = (np.log(ratio_N), np.log(self.ratio_E)) if self.distance == "log" else (ratio_N, self.ratio_E)
         order = np.argsort(other, kind="stable")
-        above = np.searchsorted(other[order], own).clip(1, max(1, len(order) - 1))
+        above = np.searchsorted(other[order], entry_N).clip(1, max(1, len(order) - 1))
         below, above = order[above - 1], order[np.minimum(above, len(order) - 1)]
         first, second = np.minimum(below, above), np.maximum(below, above)
-        is_second = np.abs(other[second] - own) < np.abs(other[first] - own)
+        is_second = np.abs(other[second] - entry_N) < np.abs(other[first] - entry_N)
         return self.bucket_E[np.where(is_second, second, first)]
 
     def enlargement(self, bucket_N: np.ndarray, width_N: np.ndarray, height_N: np.ndarray) -> np.ndarray:

@@ -84,10 +84,7 @@ class CacheManifest:
 def write_manifest(
     folder: Path, manifest: CacheManifest, index: Index, *, on_change: str = "refuse"
 ) -> tuple[CacheManifest, set[int]]:
-    """Write the manifest or return that of the same cache, and the units whose samples changed.
-
-    A ConfigError if another cache is there, or samples changed and `on_change` is not "restart".
-    """
+    """Write or read the manifest, and return the units whose samples changed; another cache is a ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / MANIFEST).is_file():
@@ -126,17 +123,17 @@ def first_difference(manifest: CacheManifest, other: CacheManifest) -> str | Non
         if getattr(manifest, name) != getattr(other, name):
             return f"{name} is {getattr(manifest, name)} here and {getattr(other, name)} there"
     for key in sorted(manifest.identity.keys() | other.identity.keys()):
-        own, theirs = manifest.identity.get(key), other.identity.get(key)
-        if not same_option(own, theirs):
-            return f"{key} is {own} here and {theirs} there"
+        option, theirs = manifest.identity.get(key), other.identity.get(key)
+        if not same_option(option, theirs):
+            return f"{key} is {option} here and {theirs} there"
     return None
 
 
-def same_option(own: Any, other: Any) -> bool:
+def same_option(option: Any, other: Any) -> bool:
     """Whether options are equal: files by their content, by name where one of them is on another machine."""
-    if not (isinstance(own, str) and isinstance(other, str) and CONTENT in own and CONTENT in other):
-        return bool(own == other)
-    (name, _, digest), (other_name, _, other_digest) = own.rpartition(CONTENT), other.rpartition(CONTENT)
+    if not (isinstance(option, str) and isinstance(other, str) and CONTENT in option and CONTENT in other):
+        return bool(option == other)
+    (name, _, digest), (other_name, _, other_digest) = option.rpartition(CONTENT), other.rpartition(CONTENT)
     return name == other_name if "unknown" in (digest, other_digest) else digest == other_digest
 
 
@@ -146,8 +143,8 @@ def read_manifest(folder: Path) -> CacheManifest:
     if not path.is_file():
         raise ConfigError(f"data.path={folder}: no cache found, there is no {MANIFEST}; run cascade-train cache")
     fields = load_mapping(path)
-    if (found := fields.get("format")) != FORMAT:
-        raise ConfigError(f"{path} has format {found}, this version reads {FORMAT}. Make the cache again.")
+    if (version := fields.get("format")) != FORMAT:
+        raise ConfigError(f"{path} has format {version}, this version reads {FORMAT}. Make the cache again.")
     with parsing(f"{path}", "is damaged", REMEDY):
         return CacheManifest(**fields)
 
@@ -227,10 +224,7 @@ def write_unit(
     captions: Mapping[str, Mapping[str, Tensor]],
     content: np.ndarray,
 ) -> None:
-    """Write a unit beside its place and move it there, its table last; the same content gives the same tars.
-
-    Samples are given by row, some of which may be missing; captions as tensors by caption; content as in the index.
-    """
+    """Write a unit, its table last; the same content gives the same tars. Samples by row, captions by text."""
     named = {caption_digest(caption): caption for caption in captions}
     places = [unit_file(folder, kind, unit) for kind in ("unit", "captions", "samples")]
     with ExitStack() as stack:  # what was entered last is moved first
@@ -238,7 +232,7 @@ def write_unit(
         texts = ((name, text, _payload(captions[text])) for name, text in named.items())
         write_tar(
             tars[0],
-            ({"__key__": name, _PAYLOAD: made, "txt": _encoded(text)} for name, text, made in texts),
+            ({"__key__": name, _PAYLOAD: payload, "txt": _encoded(text)} for name, text, payload in texts),
         )
         write_tar(tars[1], ({"__key__": f"{row:09d}", **samples[row].files()} for row in sorted(samples)))
         of_captions, of_samples = (_spans(tar) for tar in tars)
@@ -256,10 +250,7 @@ def write_unit(
 
 
 def load_table(folder: Path, unit: int, manifest: CacheManifest) -> UnitTable | None:
-    """Table of a unit; None where it is missing, damaged, or of another manifest.
-
-    Of the tars only the sizes are checked; `is_whole` reads them.
-    """
+    """Table of a unit whose tars have the right size; None where it is missing, damaged, or of another manifest."""
     paths = [unit_file(folder, kind, unit) for kind in ("samples", "captions")]
     try:
         parts = _arrays(unit_file(folder, "unit", unit))
@@ -378,8 +369,8 @@ class Cached(Source):
 
     def find_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Cached tensors of captions, (B, ...) by name; a ConfigError if one is missing."""
-        found = {caption: safetensors.torch.load(self._read_caption(caption)) for caption in dict.fromkeys(captions)}
-        return {name: torch.stack([found[caption][name] for caption in captions]) for name in self.manifest.captions}
+        tensors = {caption: safetensors.torch.load(self._read_caption(caption)) for caption in dict.fromkeys(captions)}
+        return {name: torch.stack([tensors[caption][name] for caption in captions]) for name in self.manifest.captions}
 
     def _read_caption(self, caption: str) -> bytes:
         digest = caption_digest(caption).encode()

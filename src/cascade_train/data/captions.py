@@ -65,10 +65,7 @@ class Tags:
         return not self.shuffle and self.drop_prob == 0.0
 
     def apply(self, caption: str, values: Mapping[str, Any], generator: torch.Generator) -> str:
-        """Caption with its tags shuffled, dropped and truncated; the generator is the sample's own.
-
-        An UnreadableSampleError where the value under the key is not a list of tags.
-        """
+        """Caption with its tags shuffled, dropped and truncated; an UnreadableSampleError where there are no tags."""
         if self.separator is None and self.key is None:
             return caption
         head, tags = ([caption], []) if self.separator is None else ([], self._split(caption))
@@ -104,7 +101,7 @@ def weighted_texts(value: Any, key: str) -> list[Weighted]:
     if isinstance(value, Mapping):
         entries = list(value.items())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        entries = [_entry(each) for each in value]
+        entries = [_entry(entry) for entry in value]
     else:
         raise UnreadableSampleError(f"{key} is {type(value).__name__}, not a list of texts")
     for text, weight in entries:
@@ -138,7 +135,7 @@ def _entry(value: Any) -> tuple[Any, Any]:
     """Text and weight of a list's element; anything else as it is, refused later."""
     if not isinstance(value, Mapping):
         return value, 1.0
-    others = [each for name, each in value.items() if name != "weight"]
+    others = [item for name, item in value.items() if name != "weight"]
     return (others[0] if len(others) == 1 else dict(value)), value.get("weight", 1.0)
 
 
@@ -212,13 +209,13 @@ class Captions:
 
     def _chosen(self, raw: RawSample, generator: torch.Generator) -> tuple[str, str]:
         values = {key: raw.caption if key == TEXT else value_of(raw.values, key) for key in self._keys}
-        found = {key: value for key, value in values.items() if value is not None}
-        filled = {key: value for key, value in found.items() if not (isinstance(value, str | list) and not value)}
-        found = filled or found  # an empty cell of a csv is none
-        if not found:
+        present = {key: value for key, value in values.items() if value is not None}
+        filled = {key: value for key, value in present.items() if not (isinstance(value, str | list) and not value)}
+        present = filled or present  # an empty cell of a csv is none
+        if not present:
             raise UnreadableSampleError(f"it lacks {' and '.join(self._keys)}, which data.captions.key names")
-        key = list(found)[draw_index([self._keys[key] for key in found], generator)]
-        value, origin = found[key], raw.caption_from if key == TEXT else f"key {key}"
+        key = list(present)[draw_index([self._keys[key] for key in present], generator)]
+        value, origin = present[key], raw.caption_from if key == TEXT else f"key {key}"
         if isinstance(value, str):
             if self.choose == "whole":
                 return value, origin

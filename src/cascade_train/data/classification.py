@@ -38,26 +38,27 @@ class Prompts:
         origin, remedy = f"data.idx_to_prompt={path}", f"paths start at {Path.cwd()}"
         file = Path(path).expanduser()
         with parsing(origin, "cannot be read as json", remedy), open_regular(file, limit=MAX_BYTES) as opened:
-            given = read_json(opened.read())
-        if isinstance(given, dict):  # folders may have their accents in another form
-            given = {unicodedata.normalize("NFC", name): prompts for name, prompts in given.items()}
-        found = list(given.values()) if isinstance(given, dict) else given
-        texts = [[entry] if isinstance(entry, str) else entry for entry in found] if isinstance(found, list) else [None]
+            content = read_json(opened.read())
+        if isinstance(content, dict):  # folders may have their accents in another form
+            content = {unicodedata.normalize("NFC", name): prompts for name, prompts in content.items()}
+        entries = list(content.values()) if isinstance(content, dict) else content
+        lists = entries if isinstance(entries, list) else [None]
+        texts = [[entry] if isinstance(entry, str) else entry for entry in lists]
         if not all(isinstance(each, list) and each and all(isinstance(text, str) for text in each) for each in texts):
             form = "map each class to a prompt or a list of prompts, or list them in the order of the classes"
             raise ConfigError(f"data.idx_to_prompt={path} must {form}")
-        return cls(given)
+        return cls(content)
 
     def of(self, name: str, number: int | None = None) -> list[str]:
         """Prompts of a class, none if it is unknown; in a list, those of its number, else of its name."""
         if self.given is None:
             return [name.replace("_", " ")]
         if isinstance(self.given, Mapping):
-            found = self.given.get(unicodedata.normalize("NFC", name), [])
+            prompts = self.given.get(unicodedata.normalize("NFC", name), [])
         else:
             place = int(name) if number is None and name.isdecimal() else number
-            found = self.given[place] if place is not None and place < len(self.given) else []
-        return [found] if isinstance(found, str) else list(found)
+            prompts = self.given[place] if place is not None and place < len(self.given) else []
+        return [prompts] if isinstance(prompts, str) else list(prompts)
 
     def add_to(self, index: Index) -> Index:
         """An index whose content changes with the prompts, too."""
@@ -66,10 +67,7 @@ class Prompts:
 
 @dataclass(kw_only=True)
 class ClassTars(WebDataset):
-    """Samples KEY.jpg with KEY.cls, the name or number of a class, in tar files.
-
-    The prompts of a sample's class are its value `prompts`, the class its value `class`; its caption is the first.
-    """
+    """KEY.jpg with KEY.cls, a class's name or number; values `class` and `prompts`; caption is the first prompt."""
 
     idx_to_prompt: File[str | None]
 
@@ -101,20 +99,18 @@ class ClassTars(WebDataset):
 
 @dataclass(kw_only=True)
 class ClassFolders(PictureFolder):
-    """Pictures in a folder for each class, in it or in folders below it, all of them below one folder.
-
-    Values and caption as for `ClassTars`; a list of prompts is in the order of the folders' names.
-    """
+    """A folder of pictures for each class, below one folder; values and captions as in `ClassTars`."""
 
     idx_to_prompt: File[str | None]
 
-    def usable(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
+    def usable(self, pictures: list[PictureFile], others: list[str]) -> list[PictureFile]:
         """See `PictureFolder.usable`."""
-        usable = [file for file in found if "/" in file.name]
+        usable = [file for file in pictures if "/" in file.name]
         if not usable:
             raise ConfigError(f"data.path={self.path} has no folders of classes: write CLASS/NAME.jpg below it")
-        if len(usable) < len(found):
-            _log.warning("%s: left out %d pictures that lie in no class's folder", self.path, len(found) - len(usable))
+        if len(usable) < len(pictures):
+            count = len(pictures) - len(usable)
+            _log.warning("%s: left out %d pictures that lie in no class's folder", self.path, count)
         self._given = prompts = Prompts.load(self.idx_to_prompt)
         classes = sorted({file.name.partition("/")[0] for file in usable})
         self._prompts = {name: prompts.of(name, number) for number, name in enumerate(classes)}

@@ -125,11 +125,7 @@ class DataSet:
         samples_seen: int = 0,
         state: Mapping[str, Any] | None = None,
     ) -> int:
-        """Step at which training ends: by its steps, its epochs or the examples to see.
-
-        `step`, `samples_seen` and `state`, that of the feed, are those of the checkpoint that goes on: its data and the
-        size of its batches may have been others.
-        """
+        """Step at which training ends; `step`, `samples_seen` and `state` are those of the resumed checkpoint."""
         examples = self.training.source.num_examples_to_see
         left = None if examples is None else -(-examples // global_batch_size) - samples_seen // global_batch_size
         limits = [
@@ -140,10 +136,7 @@ class DataSet:
         return min(limit for limit in limits if limit is not None)
 
     def held_out_feed(self, *, seed: int, samples: int, micro_batch_size: int, rank: int, ranks: int) -> HeldOutFeed:
-        """Feed of `samples` held-out samples in a fixed order, as many on every rank.
-
-        Samples of weight 0 fill the last batch of each shape. A ConfigError where no samples are held out.
-        """
+        """Feed of `samples` held-out samples in a fixed order; those of weight 0 fill the last batch of each shape."""
         if self.held_out is None:
             raise ConfigError("validate: no samples are held out; set validate.share, e.g. 0.01, or validate.urls")
         part = self.held_out.first(samples, seed=seed)
@@ -183,10 +176,7 @@ class DataSet:
 def open_data_set(
     source: Source, *, share: float | None, held_out: Source | None, transform: SampleTransform | None = None
 ) -> DataSet:
-    """Open `source` and take held-out samples from another, or a share of it by a hash of the keys; None = none.
-
-    Raises as `Source.open`, and where nothing is left to train on or held out.
-    """
+    """Open `source`; hold out samples of another, or a share by a hash of the keys; None = none. See `Source.open`."""
     whole = _open_rows(source, transform)
     if held_out is not None:
         return DataSet(whole, _open_rows(held_out, transform))
@@ -221,7 +211,7 @@ def _open_rows(source: Source, transform: SampleTransform | None) -> Rows:
 
 
 def _with_digests(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {**rows, **{f"{name}_digest": np.array(rows_digest(each)) for name, each in rows.items()}}
+    return {**rows, **{f"{name}_digest": np.array(rows_digest(part)) for name, part in rows.items()}}
 
 
 def _check_headers(index: Index, rows: np.ndarray, total: int, share: float) -> None:

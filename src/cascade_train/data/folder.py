@@ -68,11 +68,7 @@ class PictureFile:
 
 
 def find_pictures(root: Path, others: list[str]) -> Iterator[PictureFile]:
-    """Yield the pictures below a folder, folders and names in the order of their code points.
-
-    `others` gets the names of visible files that belong to none of them. See `walk_data` for what is no data. A
-    ConfigError for a missing folder or a wrong `multiply.txt`.
-    """
+    """Yield the pictures below a folder, sorted by code points; `others` gets all other visible files."""
     if not root.is_dir():
         other = f". Tars are read by: data=webdataset data.urls={root}" if root.suffix == ".tar" else ""
         other = f". Give the folder of the pictures: data.path={root.parent}" if "*" in root.name else other
@@ -138,10 +134,10 @@ def _in_one_folder(
                 masks[of] = name
     for name, stem in pictures.items():
         caption, values = (_first(stem, extensions, there) for extensions in (CAPTION_FILES, VALUE_FILES))
-        found = {extension: there.get(stem + extension) for extension in (*CAPTION_FILES[1:], *VALUE_FILES[1:])}
-        found[MASK] = masks.get(stem)
-        used |= {name, *filter(None, found.values())}
-        expected = {beside(name, extension): other for extension, other in found.items() if other is not None}
+        companions = {extension: there.get(stem + extension) for extension in (*CAPTION_FILES[1:], *VALUE_FILES[1:])}
+        companions[MASK] = masks.get(stem)
+        used |= {name, *filter(None, companions.values())}
+        expected = {beside(name, extension): other for extension, other in companions.items() if other is not None}
         yield PictureFile(
             name=prefix + name,
             factor=factor,
@@ -200,11 +196,8 @@ class PictureFolder(FileSource):
         self._takes_captions = False  # whether captions come from files beside the pictures
 
     @abc.abstractmethod
-    def usable(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
-        """Pictures that have a caption, and log which have none; a ConfigError where none has.
-
-        `others` are the files that belong to no picture; those that are read are removed.
-        """
+    def usable(self, pictures: list[PictureFile], others: list[str]) -> list[PictureFile]:
+        """Pictures that have a caption, at least one, else a ConfigError; removes from `others` what is read."""
 
     @abc.abstractmethod
     def caption(self, row: int) -> tuple[str, str]:
@@ -225,30 +218,30 @@ class PictureFolder(FileSource):
 
     def _build_index(self) -> Index:
         others: list[str] = []
-        if not (found := list(find_pictures(self._root, others))):
+        if not (pictures := list(find_pictures(self._root, others))):
             self._refuse_empty(others)
-        found = self.usable(found, others)
+        pictures = self.usable(pictures, others)
         if others:
             _log.warning("%s: passed over what belongs to no picture that is read: %s", self.path, counted(others))
-        self._aliases = {usual: name for file in found for usual, name in file.aliases.items()}
-        table = np.zeros(len(found), dtype=FOLDER_FIELDS)
-        file_bytes, facts = load_picture_facts(self._root, self._root, [file.name for file in found], self._cache_dir)
+        self._aliases = {usual: name for file in pictures for usual, name in file.aliases.items()}
+        table = np.zeros(len(pictures), dtype=FOLDER_FIELDS)
+        names = [file.name for file in pictures]
+        file_bytes, facts = load_picture_facts(self._root, self._root, names, self._cache_dir)
         table["bytes"], table["width"], table["height"] = file_bytes, *facts[:, :2].T
-        content = combine(facts[:, 2], *self._checksums_beside(found))
+        content = combine(facts[:, 2], *self._checksums_beside(pictures))
         for part in ("caption", "values", "mask"):
-            table[part] = [getattr(file, part) for file in found]
-        keys = np.array([file.name.encode() for file in found])
-        counts = np.zeros(len(found), dtype=np.int64)
-        factors = np.array([file.factor for file in found])
+            table[part] = [getattr(file, part) for file in pictures]
+        keys = np.array([name.encode() for name in names])
+        counts = np.zeros(len(pictures), dtype=np.int64)
+        factors = np.array([file.factor for file in pictures])
         for factor in np.unique(factors).tolist():  # pictures of one factor share its fraction
-            alike = factors == factor
-            counts[alike] = repeat_counts(keys[alike].tolist(), factor)
+            counts[factors == factor] = repeat_counts(keys[factors == factor].tolist(), factor)
         if not counts.any():
             raise ConfigError(f"data.path={self.path}: {MULTIPLY} leaves no picture; write numbers above 0")
         if len(self._filters):
-            counts = np.where(self._filters.kept(self._verdicts(found)), counts, 0)
-        rows, described = repeat_rows(counts), sorted(file.name for file in found if file.row)
-        self._metadata = [found[row].row for row in rows.tolist()]
+            counts = np.where(self._filters.kept(self._verdicts(pictures)), counts, 0)
+        rows, described = repeat_rows(counts), sorted(file.name for file in pictures if file.row)
+        self._metadata = [pictures[row].row for row in rows.tolist()]
         return Index(
             shards=(self._root.resolve().name,),
             table=table[rows],
@@ -258,32 +251,32 @@ class PictureFolder(FileSource):
             content=content[rows],
         )
 
-    def _checksums_beside(self, found: list[PictureFile]) -> np.ndarray:
+    def _checksums_beside(self, pictures: list[PictureFile]) -> np.ndarray:
         """Checksums of captions, values and masks that make samples, (3, N)."""
         takes_values, names = self.captions.needs_values, list[str]()
-        for file in found:
+        for file in pictures:
             caption = CAPTION_FILES[file.caption] if self._takes_captions else ""
             parts = caption, VALUE_FILES[file.values] if takes_values else "", MASK if file.mask else ""
             names += [self._beside(file.name, extension) if extension else "" for extension in parts]
         parts_N3 = load_checksums(self._root, self._root, names, self._cache_dir).reshape(-1, 3)
-        for own, file in zip(parts_N3, found, strict=True):
+        for parts_3, file in zip(parts_N3, pictures, strict=True):
             if file.row:
-                own[0] = text_checksum((file.row, int(own[0])))
+                parts_3[0] = text_checksum((file.row, int(parts_3[0])))
         return parts_N3.T
 
-    def _verdicts(self, found: list[PictureFile]) -> np.ndarray:
+    def _verdicts(self, pictures: list[PictureFile]) -> np.ndarray:
         """Verdicts on each picture's values, (N, 1 + filters)."""
 
         def judge(path: Path) -> list[int]:
             return self._filters.judge(read_values(path, self.limits))
 
         columns, kind = 1 + len(self._filters), f"verdicts-{self._filters.identity}-{self.max_text_kib}"
-        names = [self._beside(file.name, VALUE_FILES[file.values]) for file in found if file.values]
+        names = [self._beside(file.name, VALUE_FILES[file.values]) for file in pictures if file.values]
         folder, kept = self._root, self._cache_dir
         _, judged = load_facts(folder, folder, names, judge, columns=columns, kind=kind, cache_dir=kept)
-        verdicts = np.zeros((len(found), columns), dtype=np.int64)
-        verdicts[[bool(file.values) for file in found]] = judged
-        for number, file in enumerate(found):
+        verdicts = np.zeros((len(pictures), columns), dtype=np.int64)
+        verdicts[[bool(file.values) for file in pictures]] = judged
+        for number, file in enumerate(pictures):
             if file.row:
                 values = self._values(file.name, VALUE_FILES[file.values], file.row) or {}
                 verdicts[number] = self._filters.judge({key: number_of(value) for key, value in values.items()})
@@ -336,25 +329,25 @@ class Folder(PictureFolder):
         super().__post_init__()
         self._takes_captions = self.caption_from != "name"
 
-    def usable(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
+    def usable(self, pictures: list[PictureFile], others: list[str]) -> list[PictureFile]:
         """See `PictureFolder.usable`."""
-        self._report_repeats(found)
-        found, folders = self._with_rows(found, others)
+        self._report_repeats(pictures)
+        pictures, folders = self._with_rows(pictures, others)
         by_name = self.caption_from == "name"
-        named = [file.name for file in found if by_name or not (file.caption or caption_of(file.row))]
+        named = [file.name for file in pictures if by_name or not (file.caption or caption_of(file.row))]
         if not self.captions.needs_text:
-            missing, named = [file.name for file in found if not file.values and not file.row], []
+            missing, named = [file.name for file in pictures if not file.values and not file.row], []
         elif self.caption_from == "file":
             missing, named = named, []
         else:
             covered = tuple(f"{folder}/" if folder else "" for folder in folders)  # whose pictures should have rows
             missing = [name for name in named if not caption_of_name(name) or name.startswith(covered)]
         left_out = set(missing)
-        usable = [file for file in found if file.name not in left_out]
+        usable = [file for file in pictures if file.name not in left_out]
         if not usable:
             files = ", ".join(CAPTION_FILES[1:] if self.captions.needs_text else VALUE_FILES[1:])
             raise ConfigError(
-                f"data.path={self.path}: none of {len(found)} pictures has a caption beside it ({files}) or in"
+                f"data.path={self.path}: none of {len(pictures)} pictures has a caption beside it ({files}) or in"
                 f" {' or '.join(METADATA_FILES)}; write them, or take names by data.caption_from=file_or_name"
             )
         if missing:
@@ -365,27 +358,27 @@ class Folder(PictureFolder):
             _log.info(text, self.path, count, len(usable), first_names(named))
         return usable
 
-    def _report_repeats(self, found: Sequence[PictureFile]) -> None:
+    def _report_repeats(self, pictures: Sequence[PictureFile]) -> None:
         """Log folders below the root that are named as by kohya's scripts, `10_sks dog`, and have no `multiply.txt`."""
-        folders = sorted({file.name.rpartition("/")[0] for file in found})
+        folders = sorted({file.name.rpartition("/")[0] for file in pictures})
         kohyas = [folder for folder in folders if re.match(r"[1-9]\d{0,2}_\D", folder.rpartition("/")[2])]
         if lacking := [folder for folder in kohyas if not (self._root / folder / MULTIPLY).is_file()]:
             text = "%s: repeats in names of folders (%s) are not read: write the number into %s there, or 1"
             _log.warning(text, self.path, lacking[0], MULTIPLY)
 
-    def _with_rows(self, found: list[PictureFile], others: list[str]) -> tuple[list[PictureFile], list[str]]:
+    def _with_rows(self, pictures: list[PictureFile], others: list[str]) -> tuple[list[PictureFile], list[str]]:
         """Pictures with their rows of metadata files, and the folders of these files."""
         files = [name for name in others if name.rpartition("/")[2] in METADATA_FILES]
         if not self.metadata or not files or self.caption_from == "name":
-            return found, []
+            return pictures, []
         others[:] = [name for name in others if name not in files]
-        rows, folders = read_metadata_files(self._root, files, [file.name for file in found])
-        count = sum(not file.caption and bool(caption_of(rows.get(file.name, {}))) for file in found)
+        rows, folders = read_metadata_files(self._root, files, [file.name for file in pictures])
+        count = sum(not file.caption and bool(caption_of(rows.get(file.name, {}))) for file in pictures)
         text = "%s: captions of %d of %d pictures are those of %s"
-        _log.info(text, self.path, count, len(found), first_names(files))
+        _log.info(text, self.path, count, len(pictures), first_names(files))
         uses_all = self.captions.needs_values or len(self._filters)
         return [
-            replace(file, row=rows.get(file.name, {})) if uses_all or not file.caption else file for file in found
+            replace(file, row=rows.get(file.name, {})) if uses_all or not file.caption else file for file in pictures
         ], folders
 
     def caption(self, row: int) -> tuple[str, str]:

@@ -37,10 +37,7 @@ class Part:
 
 @dataclass(kw_only=True)
 class JoinedSource(Source):
-    """Sources laid out in blocks, each with an equal part of every source. A row is read by its own source.
-
-    Sources whose `image_size` differs train at sizes of their own; the joined index then lists samples with these.
-    """
+    """Sources laid out in blocks, each with an equal part of every source, at their own `image_size`."""
 
     @abc.abstractmethod
     def joined(self) -> Mapping[str, Source]:
@@ -264,12 +261,12 @@ class Regularised(JoinedSource):
 
     def open(self) -> Index:
         """Open both and return one index, in which the smaller side is repeated."""
-        own, other = self._open_parts().values()
-        times = _repetitions(len(own.rows), len(other.rows), 1 - self.share)
-        other_times = _repetitions(len(other.rows), len(own.rows), self.share)
-        own = replace(own, rows=np.tile(own.rows, times))
+        main, other = self._open_parts().values()
+        times = _repetitions(len(main.rows), len(other.rows), 1 - self.share)
+        other_times = _repetitions(len(other.rows), len(main.rows), self.share)
+        main = replace(main, rows=np.tile(main.rows, times))
         other = replace(other, rows=np.tile(other.rows, other_times), weight=self.weight)
-        return self._join([own, other], "regularised")
+        return self._join([main, other], "regularised")
 
 
 def _repetitions(count: int, others: int, share: float) -> int:

@@ -69,11 +69,11 @@ class Parquet(TableSource):
         paths = []
         for path in self._paths:
             files = [folder / name for folder, names in walk_data(path) for name in names] if path.is_dir() else [path]
-            found = sorted(file for file in files if file.suffix == ".parquet" or file == path)
-            if not found or not found[0].is_file():
+            tables = sorted(file for file in files if file.suffix == ".parquet" or file == path)
+            if not tables or not tables[0].is_file():
                 text = f"data.path={path} is no parquet file, nor a folder that holds some"
                 raise ConfigError(f"{text}; paths are relative to {Path.cwd()}")
-            paths += found
+            paths += tables
         return paths
 
     def _tables(self) -> list[Path]:

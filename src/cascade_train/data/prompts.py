@@ -25,7 +25,7 @@ NAMED_FILE = re.compile(r"[^@\s]\S*\.(txt|csv|tsv|jsonl|ndjson|parquet)(:\w+)?",
 Row = tuple[Callable[[], str], Mapping[str, Any]]  # its place as text, and its values by column
 
 
-def read_prompts(given: Any, *, key: str = "prompts") -> list[str]:
+def read_prompts(value: Any, *, key: str = "prompts") -> list[str]:
     """Prompts that an argument names: none, one, or a list, each a text or a file of them.
 
     `@prompts.txt` has a prompt in each line that is not empty; `@captions.csv` (tsv, jsonl, ndjson, parquet) one in
@@ -35,9 +35,9 @@ def read_prompts(given: Any, *, key: str = "prompts") -> list[str]:
     Raises:
         ConfigError: naming `key`, the file and the line: it is missing or damaged, or has no such column, or no prompt.
     """
-    if given is None:
+    if value is None:
         return []
-    entries = [given] if isinstance(given, str) or not isinstance(given, Iterable) else given
+    entries = [value] if isinstance(value, str) or not isinstance(value, Iterable) else value
     return [prompt for entry in entries for prompt in _prompts_of(str(entry), key)]
 
 
@@ -87,13 +87,13 @@ def _lines(path: Path, where: str) -> Iterator[str]:
 
 def _cells(path: Path, column: str | None, where: str) -> Iterator[str]:
     """Yield the texts of one column of a table; the first row decides which it is."""
-    found: str | None = None
+    chosen: str | None = None
     for place, values in _rows(path, column, where):
-        found = _column(values, column, where) if found is None else found
-        value = values.get(found)
+        chosen = _column(values, column, where) if chosen is None else chosen
+        value = values.get(chosen)
         text = value[0] if isinstance(value, list) and value else value
         if not isinstance(text, str) or not text.strip():
-            raise ConfigError(f"{where}, {place()}: {found} holds no prompt: {value!r:.60}. Mend or remove the row.")
+            raise ConfigError(f"{where}, {place()}: {chosen} holds no prompt: {value!r:.60}. Mend or remove the row.")
         yield text.strip()
 
 
@@ -126,9 +126,9 @@ def _column(columns: Mapping[str, Any], named: str | None, where: str) -> str:
     has = list(columns)
     if named is not None and named not in has:
         raise ConfigError(f"{where}: has no column {named}; it has {', '.join(has) or 'none'}. Name one behind a colon")
-    found = [name for wanted in COLUMNS for name in has if name.lower() == wanted] if named is None else [named]
-    if not found and len(has) == 1 and ";" in has[0]:
+    candidates = [name for wanted in COLUMNS for name in has if name.lower() == wanted] if named is None else [named]
+    if not candidates and len(has) == 1 and ";" in has[0]:
         raise ConfigError(f"{where}: its one column is {has[0]!r}; cells of a .csv are separated by commas: save it so")
-    if not found and len(has) != 1:
+    if not candidates and len(has) != 1:
         raise ConfigError(f"{where}: which column holds the prompts? It has {', '.join(has)}. Name one: {where}:<name>")
-    return (found or has)[0]
+    return (candidates or has)[0]

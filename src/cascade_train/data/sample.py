@@ -46,17 +46,14 @@ class RawSample:
             shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", "no dtype")
             is_array = dtype == np.uint8 and len(shape) == 2 + len(ends) and shape[2:] == ends
             if not (value is None or isinstance(value, bytes) or is_array):
-                found = f"{type(value).__name__}, {dtype}, {shape}"
-                raise RunError(f"RawSample.{name} must be the bytes of a picture, or uint8 {wanted}, and is a {found}.")
+                kind = f"{type(value).__name__}, {dtype}, {shape}"
+                raise RunError(f"RawSample.{name} must be the bytes of a picture, or uint8 {wanted}, and is a {kind}.")
         if not isinstance(self.caption, str) or not isinstance(self.key, str):
             raise RunError(f"RawSample.caption={self.caption!r} and key={self.key!r} must be texts.")
 
 
 def value_of(values: Mapping[str, Any], key: str) -> Any:
-    """A sample's value under a key; None = there is none.
-
-    Where `values` lack the key, its dots lead into them, `meta.title`, and a text on the way is read as json.
-    """
+    """Value under a key, else where its dots lead, `meta.title`, through json texts; None = there is none."""
     if key in values:
         return values[key]
     value: Any = values

@@ -154,9 +154,9 @@ def _choose(options: Sequence[str], draw: float) -> str:
 
 def _draw_scene(draws: list[float], only: Collection[str]) -> Scene:
     words: tuple[Iterable[str], ...] = (COLOURS, SHAPES, RADII, POSITIONS)
-    options = [[word for word in each if word in only] or list(each) for each in words]
+    options = [[word for word in words_of if word in only] or list(words_of) for words_of in words]
     options[3] = [place for place in (*POSITIONS, *PLACES) if place in only] or list(POSITIONS)
-    colour, shape, size, position = (_choose(each, draw) for each, draw in zip(options, draws, strict=False))
+    colour, shape, size, position = (_choose(words_of, draw) for words_of, draw in zip(options, draws, strict=False))
     background = _choose([name for name in COLOURS if name != colour], draws[4])
     return Scene(colour=colour, shape=shape, size=size, position=position, background=background)
 
@@ -207,10 +207,7 @@ def _vary_brightness(colour: str, draw: float) -> tuple[int, int, int]:
 
 
 def outline_mask(shape: str, side: int, centre: tuple[float, float], radius: float, degrees: float) -> Image.Image:
-    """A mask of `side` pixels, 255 inside a shape of `SHAPES` and 0 around it, with hard edges.
-
-    The centre is x from the left and y from the top in pixels, the rotation clockwise.
-    """
+    """Mask of `side` pixels, 255 inside a shape of `SHAPES`; centre (x, y) in pixels, rotation clockwise."""
     mask = Image.new("L", (side, side))
     canvas, (x, y), turn = ImageDraw.Draw(mask), centre, math.radians(degrees)
     if shape in ("circle", "ring"):

@@ -73,17 +73,11 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> Index:
-        """Read or make the index. Called once, before `read`.
-
-        A ConfigError where the data is missing or has another form, a RunError where too much of it is damaged.
-        """
+        """Read or make the index, once. A ConfigError for missing data, a RunError where too much is damaged."""
 
     @abc.abstractmethod
     def read(self, row: int) -> RawSample:
-        """Read one row of the index, without decoding the picture. Runs in a worker process.
-
-        An UnreadableSampleError where the sample's content is damaged, an OSError where the data cannot be reached.
-        """
+        """Read a row in a worker, without decoding; damage is an UnreadableSampleError, lost data an OSError."""
 
     def prefetch(self, rows: Sequence[int]) -> None:
         """Begin to read rows that `read` will soon get, where that pays. Runs in a worker process."""

@@ -59,9 +59,9 @@ class Streams:
 
     def blocks(self, epoch: int, reader: int, readers: int) -> Iterator[list[StreamSample]]:
         """Yield the samples of an epoch that come to one of several readers, mixed within blocks."""
-        found = self._samples(epoch, reader, readers)
+        samples = self._samples(epoch, reader, readers)
         for number in itertools.count():
-            if not (block := list(itertools.islice(found, self.buffer_samples))):
+            if not (block := list(itertools.islice(samples, self.buffer_samples))):
                 return
             order = permutation(len(block), self.seed, epoch, f"stream/{reader}/{number}")
             yield [block[place] for place in order.tolist()]
@@ -91,10 +91,7 @@ class Streams:
 
 
 def read_tar(tar: Tar, *, max_file_bytes: int | None, dropped: Dropped) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield key and parts of each sample. Raises as `members.samples`.
-
-    A RunError where a command fails, a store cannot be read, or a compressed tar is damaged.
-    """
+    """Yield key and parts of each sample, as `members.samples`; a RunError where the source fails."""
     wanted = {*IMAGE_EXTENSIONS, *tar.parts.values()}
 
     def take(member: Member) -> bytes:

@@ -84,10 +84,7 @@ class Survey:
 
 
 def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
-    """Look at samples that are not a stream; `read` pictures are read and decoded, evenly spread, None = all.
-
-    The seed is that of the first epoch's captions.
-    """
+    """Look at indexed samples; `read` of them are decoded, evenly spread, None = all. The seed draws captions."""
     rows = _different(part)
     chosen = np.arange(len(rows))
     chosen = chosen if read is None else np.unique(np.linspace(0, len(rows) - 1, read).round().astype(np.int64))
@@ -334,10 +331,7 @@ class Report:
         return f"!{cost} {finding.text}{remedy}{f': {names}' if names else ''}"
 
     def quarantine(self, faults: Sequence[str]) -> tuple[str, int]:
-        """The samples of some findings, once each with the first reason, in lines for `data.quarantine`.
-
-        A name of several samples is listed only where all of them are found; and how many others are not listed.
-        """
+        """Lines for `data.quarantine` of some findings, and how many samples have a name that others share."""
         reasons: dict[int, str] = {}
         for fault in faults:
             rows = self.all_findings[fault].rows

@@ -137,10 +137,7 @@ class TableSource(FileSource):
 
 @dataclass(kw_only=True)
 class Table(TableSource):
-    """Rows of tables, each with the path of a picture and its caption. A picture may come in several rows.
-
-    The columns' names are in the first row; a .jsonl has a mapping in each line, and may list several captions.
-    """
+    """Rows of csv, tsv or jsonl tables, each with the path of a picture and one or several captions."""
 
     mask_column: str | None
 
@@ -187,18 +184,18 @@ class Table(TableSource):
             verdicts=np.array(verdicts) if verdicts else np.zeros((len(names), 0)),
             content=combine(np.array(texts), *parts),
         )
-        found = np.array([not name for name in masks]) | (parts[0] != ABSENT) if parts else np.ones(len(masks), bool)
-        return rows if found.all() else self._with_masks(path, rows, masks, found)
+        has_mask = np.array([not name for name in masks]) | (parts[0] != ABSENT) if parts else np.ones(len(masks), bool)
+        return rows if has_mask.all() else self._with_masks(path, rows, masks, has_mask)
 
-    def _with_masks(self, path: Path, rows: TableRows, masks: Sequence[str], found: np.ndarray) -> TableRows:
+    def _with_masks(self, path: Path, rows: TableRows, masks: Sequence[str], has_mask: np.ndarray) -> TableRows:
         """Leave out rows whose masks are not there; a ConfigError where that is all."""
-        missing = first_names(name for name, there in zip(masks, found.tolist(), strict=True) if not there)
-        if not found.any():
+        missing = first_names(name for name, there in zip(masks, has_mask.tolist(), strict=True) if not there)
+        if not has_mask.any():
             text = f"data.path={path}: none of the masks in column {self.mask_column} is there: {missing}"
             raise ConfigError(f"{text}; paths are relative to {self._root(path)}, see data.root")
-        _log.warning("%s: left out %d rows whose masks are not there: %s", path, int((~found).sum()), missing)
-        names = [name for name, there in zip(rows.names, found.tolist(), strict=True) if there]
-        kept = {name: getattr(rows, name)[found] for name in ("table", "keys", "verdicts", "content")}
+        _log.warning("%s: left out %d rows whose masks are not there: %s", path, int((~has_mask).sum()), missing)
+        names = [name for name, there in zip(rows.names, has_mask.tolist(), strict=True) if there]
+        kept = {name: getattr(rows, name)[has_mask] for name in ("table", "keys", "verdicts", "content")}
         return replace(rows, names=names, **kept)
 
     def _usable(self, path: Path, rows: TableRows) -> TableRows:
@@ -241,10 +238,7 @@ class TableFile:
         self.path, self._key, self._delimiter, self._whole = path, key, DELIMITERS[path.suffix.lower()], whole
 
     def rows(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
-        """Yield offset and size in bytes of each row, and its values by column, without empty lines.
-
-        A ConfigError where the file does not have the form of a table.
-        """
+        """Yield offset and size in bytes of each row, and its values by column; a ConfigError for another form."""
         with open_regular(self.path) as file:
             lines, start = self._lines(file), 0
             for values in self._json_rows(lines) if self._delimiter is None else self._cell_rows(lines):
@@ -313,11 +307,8 @@ def number_of(value: Any) -> Any:
 def read_metadata_files(
     root: Path, files: Sequence[str], pictures: Sequence[str]
 ) -> tuple[dict[str, Mapping[str, Any]], list[str]]:
-    """Read the `METADATA_FILES` below a folder: their rows by the picture that they name, and the files' folders.
-
-    Logs which rows name none of the pictures; a ConfigError for a damaged file.
-    """
-    found: dict[str, Mapping[str, Any]] = {}
+    """Rows of the `METADATA_FILES` below a folder by their picture, and the files' folders."""
+    rows_of: dict[str, Mapping[str, Any]] = {}
     name_of, folders = {_normalize_path(name): name for name in pictures}, []
     for file in files:
         folder, unread = posixpath.dirname(file), list[str]()
@@ -328,15 +319,15 @@ def read_metadata_files(
         for values in rows:
             name = str(values["file_name"])
             picture = name_of.get(_normalize_path(posixpath.join(folder, name.replace("\\", "/"))))
-            if picture is None or picture in found:
+            if picture is None or picture in rows_of:
                 unread.append(name)
             else:
-                found[picture] = values
+                rows_of[picture] = values
         folders += [folder] if rows else []
         if unread:
             text = "%s: %d rows name no picture, or one that has a row already, and are not read: %s"
             _log.warning(text, root / file, len(unread), first_names(unread))
-    return found, folders
+    return rows_of, folders
 
 
 def actual_name(root: Path, name: str) -> str:

@@ -160,12 +160,12 @@ class WebDataset(Source):
         places = {part: (int(entry[f"{part}_start"]), int(entry[f"{part}_bytes"])) for part in wanted}
         for part, (_, size) in places.items():
             self.limits.check(part, size)
-        found = {}
+        contents = {}
         for group in _group_neighbours({part: place for part, place in places.items() if place[0]}):
             begin = group[0][1]
             content = tar.read(begin, group[-1][1] + group[-1][2] - begin)
-            found.update({part: content[start - begin : start - begin + size] for part, start, size in group})
-        return found
+            contents.update({part: content[start - begin : start - begin + size] for part, start, size in group})
+        return contents
 
 
 def _content_checksum(tar: Tar) -> int:

@@ -61,12 +61,6 @@ def test_keys_are_drawn_by_their_weights_among_those_a_sample_has() -> None:
     assert draws(captions, raw("own", long=None, short="short"), 1600)["own"] == pytest.approx(320, abs=60)
 
 
-@pytest.mark.parametrize("empty", ["", []])
-def test_an_empty_cell_is_no_caption_where_there_is_another(empty: Any) -> None:
-    assert only(Captions(key={"txt": 1, "short": 3}), raw("own", short=empty)) == "own"
-    assert only(Captions(key="short"), raw("own", short="")) == ""
-
-
 @pytest.mark.parametrize("text", ["one\n\n two \nthree", ["one", "two", "three"], {"one": 1, "two": 1, "three": 1}])
 def test_one_of_several_captions_is_the_first_or_drawn(text: Any) -> None:
     sample = raw(text) if isinstance(text, str) else raw(captions=text)
@@ -79,14 +73,6 @@ def test_one_of_several_captions_is_the_first_or_drawn(text: Any) -> None:
     counts = draws(drawn, sample, 900)
     assert set(counts) == {"one", "two", "three"}
     assert max(counts.values()) - min(counts.values()) < 100
-
-
-def test_an_empty_text_is_an_empty_caption_and_an_empty_list_is_none() -> None:
-    assert only(Captions(choose="random"), raw(" \n ")) == ""
-    with pytest.raises(UnreadableSampleError, match="captions holds no caption"):
-        only(Captions(key="captions", choose="first"), raw(captions=[]))
-    with pytest.raises(UnreadableSampleError, match="captions is int, not a list of texts"):
-        only(Captions(key="captions", choose="first"), raw(captions=3))
 
 
 @pytest.mark.parametrize(

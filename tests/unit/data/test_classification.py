@@ -66,17 +66,6 @@ def test_prompts_are_drawn_for_each_epoch_and_follow_the_class(tmp_path: Path) -
     assert source.read(1).values == {"class": "1", "prompts": ["a dog"]}
 
 
-def test_a_set_with_captions_and_classes_serves_both(tmp_path: Path) -> None:
-    files = [("a.cls", b"3\n"), ("a.png", tars.picture()), ("a.txt", b"text"), ("b.png", tars.picture())]
-    path = tars.write(tmp_path / "a.tar", files)
-    classes, captions = class_tars(path), tars.webdataset(path)
-    assert (len(classes.open()), len(captions.open())) == (1, 1)
-    assert (classes.read(0).caption, captions.read(0).caption) == ("3", "text")
-    only = tars.write(tmp_path / "b.tar", [("a.png", tars.picture()), ("a.txt", b"text")])
-    with pytest.raises(ConfigError, match=r"no caption \(.cls\).* A sample is KEY.jpg with KEY.cls"):
-        class_tars(only).open()
-
-
 @pytest.mark.parametrize(
     ("given", "name", "number", "expected"),
     [

@@ -10,7 +10,7 @@ import torch
 
 from cascade_train.data.buckets import Buckets
 from cascade_train.data.data_set import open_data_set
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.errors import RunError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import content
 from tests.unit.data.test_mixture import mixture_of
@@ -49,16 +49,6 @@ def test_held_out_samples_may_come_from_a_source_of_their_own() -> None:
     data.close()
 
 
-def test_sizes_that_the_model_cannot_take_are_refused() -> None:
-    data = open_data_set(shapes(image_size=96, aspect_ratios=["1/1", "1/2"]), share=None, held_out=None)
-    data.check_sides(32)
-    with pytest.raises(ConfigError, match="pictures of 96 x 96 pixels, but .* multiples of 64: choose data.buckets"):
-        data.check_sides(64)
-    squares = open_data_set(shapes(image_size=80), share=None, held_out=None)
-    with pytest.raises(ConfigError, match="pictures of 80 x 80 pixels, but .* multiples of 32: choose image_size$"):
-        squares.check_sides(32)
-
-
 def mixed(folder: Path) -> Path:
     """Write 60 pictures of four shapes, three of them rare."""
     sizes = [(64, 64)] * 6 + [(120, 60), (60, 120), (128, 64), (96, 64)]
@@ -87,14 +77,6 @@ def test_held_out_samples_of_every_shape_are_measured_once(tmp_path: Path) -> No
                 counted.update(row for row, weight in rows if weight)
         assert counted == Counter(range(60))
     assert len(data.shown_batch(100, seed=0)) == 36
-    data.close()
-
-
-def test_one_held_out_sample_is_enough_for_any_number_of_ranks() -> None:
-    data = open_data_set(shapes(), share=None, held_out=shapes(seed=9, samples=1))
-    feeds = [data.held_out_feed(seed=0, samples=8, micro_batch_size=4, rank=rank, ranks=3) for rank in range(3)]
-    micros = [micro for feed in feeds for step in feed.from_start() for micro in step]
-    assert [micro.weight_B.tolist() for micro in micros] == [[1.0], [0.0], [0.0]]
     data.close()
 
 
@@ -146,15 +128,3 @@ def test_pictures_without_a_header_are_named_at_the_start_and_too_many_stop_it_u
     source = tars.webdataset(path, quarantine=str(tmp_path / "list.jsonl"))
     assert open_data_set(source, share=None, held_out=None).training.rows.tolist() == [0, 1, 2, 3, 4]
     assert "no header" not in caplog.text
-
-
-def test_a_picture_that_is_alone_in_its_shape_has_a_stand_in_of_another(tmp_path: Path) -> None:
-    files = [*tars.samples(range(7)), ("bad.png", b"no header, which counts as square"), ("bad.txt", b"text")]
-    ratios = {"aspect_ratios": ["1/1", "5/4"], "buckets": Buckets(multiple_px=8), "image_size": 64}
-    data = open_data_set(tars.webdataset(tars.write(tmp_path / "a.tar", files), **ratios), share=None, held_out=None)
-    assert data.training.shapes.tolist() == [7, 1]
-    feed = data.training_feed(seed=0, global_batch_size=4, **ONE_RANK)
-    shapes_seen = {tuple(micro.image_BCHW.shape[2:]) for _ in range(6) for micro in next(feed)}
-    assert len(shapes_seen) == 2
-    assert [each.name for each in feed.skipped] == ["a.tar:bad"]
-    data.close()

@@ -141,15 +141,6 @@ def test_a_file_beside_a_picture_is_found_in_either_form_of_accents(form: str, e
     )
 
 
-def test_links_are_followed_and_their_loops_end(tmp_path: Path) -> None:
-    write(tmp_path / "data/sub/a.png")
-    write(tmp_path / "other/b.png")
-    (tmp_path / "data/sub/up").symlink_to(tmp_path / "data")
-    (tmp_path / "data/other").symlink_to(tmp_path / "other")
-    (tmp_path / "data/self").symlink_to(tmp_path / "data/self")
-    assert names(folder(tmp_path / "data")) == ["other/b.png", "sub/a.png"]
-
-
 @pytest.mark.parametrize(
     ("name", "caption"),
     [

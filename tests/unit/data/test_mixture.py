@@ -93,17 +93,6 @@ def test_each_picture_trains_at_the_size_of_each_source(tmp_path: Path) -> None:
     assert all(torch.equal(picture, alone[key]) for key, picture in found.items())
 
 
-def test_a_source_of_a_size_leaves_out_what_it_would_enlarge(tmp_path: Path) -> None:
-    path = pictures(tmp_path)
-    sources = {f"s{size}": tars.webdataset(path, image_size=size) for size in (32, 64)}
-    found = mixture_of(sources, aspect_ratios=["1/1"], buckets=Buckets(max_upscale=1.0)).open()
-    assert Counter(found.table["width"].tolist()) == {32: 6, 64: 4}
-    assert np.array_equal(found.table["width"], found.table["height"])
-    wide = mixture_of(sources, size_filters={"aspect_ratio": "> 1.4"})
-    assert Counter(wide.open().table["width"].tolist()) == {32: 2, 64: 2}, "by the pictures' own sizes"
-    assert wide.selectors() == []
-
-
 def test_a_picture_of_two_sizes_is_held_out_at_both(tmp_path: Path) -> None:
     sources = {f"s{size}": shapes(samples=200, image_size=size) for size in (32, 64)}
     index = mixture_of(sources).open()

@@ -96,16 +96,6 @@ def test_columns_are_filtered_and_serve_captions(tmp_path: Path, caplog: pytest.
         parquet(path, row_filters={"absent": "> 4"}).open()
 
 
-def test_the_index_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.parquet", rows_of(range(3)))
-    first = parquet(path).open()
-    monkeypatch.setattr(parquet_files, "scan_file", None)
-    assert parquet(path).open().digest == first.digest
-    monkeypatch.undo()
-    write(path, rows_of(range(4)))
-    assert len(parquet(path).open()) == 4
-
-
 def test_row_groups_in_memory_are_few_and_each_copy_reads_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,9 +92,3 @@ def test_a_file_without_prompts_is_named_with_line_and_remedy(tmp_path, name, co
     file = write(tmp_path / name, content)
     with pytest.raises(ConfigError, match=message):
         read_prompts(f"{file}{column}")
-
-
-def test_a_file_given_as_a_prompt_is_refused_and_a_text_that_names_one_is_not() -> None:
-    with pytest.raises(ConfigError, match=r"prompts=my/list\.CSV:text names a file.*prompts=@my/list\.CSV:text"):
-        read_prompts("my/list.CSV:text")
-    assert read_prompts(["a page of notes.txt", "@@a.txt", "a.txt "]) == ["a page of notes.txt", "@a.txt", "a.txt "]

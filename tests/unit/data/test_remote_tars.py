@@ -85,14 +85,6 @@ def test_remote_tars_give_the_batches_of_local_ones(bucket: Bucket, folder: Path
     assert contents(tars.webdataset(mixed), 3) == expected
 
 
-@pytest.mark.parametrize("prefix", ["s3://bucket/sets", "s3://bucket/sets/", "s3://bucket/sets/deep/er/par"])
-def test_a_prefix_is_listed_recursively_with_or_without_a_slash(bucket: Bucket, folder: Path, prefix: str) -> None:
-    for shard, key in enumerate(("sets/part-0.tar", "sets/deep/er/part-1.tar", "sets/deep/er/part-2.tar")):
-        bucket.put(folder / f"part-{shard}.tar", key)
-    expected = 21 if "er" in prefix else 29
-    assert len(tars.webdataset(prefix).open()) == expected
-
-
 def test_a_sample_is_read_with_one_request_where_its_parts_are_close(
     bucket: Bucket, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

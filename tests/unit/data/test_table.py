@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from cascade_train.data.index import cache as picture_files
-from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.data.table import Table
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
@@ -156,25 +155,3 @@ def test_tables_that_cannot_be_used_are_refused(tmp_path: Path, name: str, conte
     pictures(tmp_path, "a.png")
     with pytest.raises(ConfigError, match=message):
         table(text(tmp_path / name, content)).open()
-
-
-def test_a_table_that_changes_during_the_run_is_noticed(tmp_path: Path) -> None:
-    pictures(tmp_path, "a.png", "b.png")
-    lines = [json.dumps({"image": name, "caption": "x" * 20}) for name in ("a.png", "b.png")]
-    source = table(text(tmp_path / "t.jsonl", "\n".join(lines)))
-    source.open()
-    text(tmp_path / "t.jsonl", "x" + "\n".join(lines))
-    with pytest.raises(UnreadableSampleError, match="has no row at byte .*; it changed during the run"):
-        source.read(1)
-
-
-def test_names_that_no_file_can_have_are_pictures_that_are_not_there(tmp_path: Path) -> None:
-    pictures(tmp_path, "a.png")
-    names = ["a.png", "b\0.png", "\ud800.png", "c" * 5000]
-    masked = [{"image": name, "caption": "x", "mask": mask} for name in names for mask in ("m\0", "")]
-    source = table(text(tmp_path / "t.jsonl", "".join(json.dumps(row) + "\n" for row in masked)), mask_column="mask")
-    assert len(source.open()) == 1
-    (tmp_path / "a.png").unlink()
-    (tmp_path / "a.png").mkdir()
-    with pytest.raises(UnreadableSampleError, match="its image is no plain file: a pipe, a device or a folder"):
-        source.read(0)

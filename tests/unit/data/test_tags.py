@@ -55,9 +55,3 @@ def test_fewer_tags_are_drawn_by_weight() -> None:
 @pytest.mark.parametrize("tags", ["x, y", ["x", "y"], [{"tag": "x"}, {"name": "y", "weight": 2}], {"x": 1, "y": 2}])
 def test_every_form_of_tags_is_read(tags: Any) -> None:
     assert Tags(key="tags").apply("a", {"tags": tags}, torch.Generator()) == "a, x, y"
-
-
-def test_length_is_limited_by_whole_tags() -> None:
-    assert Tags(separator=",", max_tags=2).apply("aa, bb, cc", {}, torch.Generator()) == "aa, bb"
-    assert Tags(separator=",", max_characters=7).apply("aa, bb, cc", {}, torch.Generator()) == "aa, bb"
-    assert Tags(key="t", max_characters=3).apply("a long one", {"t": ["x"]}, torch.Generator()) == "a long one"

@@ -121,8 +121,8 @@ def load_checksums(owner: Path, root: Path, names: Sequence[str], cache_dir: Pat
         with path.open("rb") as file:
             return (checksum(file.read(BEGINNING_BYTES), path.stat().st_size),)
 
-    file_bytes, found = load_facts(owner, root, names, read, columns=1, kind="checksums", cache_dir=cache_dir)
-    return np.where(file_bytes < 0, ABSENT, found[:, 0])
+    file_bytes, facts = load_facts(owner, root, names, read, columns=1, kind="checksums", cache_dir=cache_dir)
+    return np.where(file_bytes < 0, ABSENT, facts[:, 0])
 
 
 def load_facts(
@@ -166,14 +166,14 @@ def load_facts(
 def _mark(path: str) -> tuple[int, int]:
     """Size and modification time in nanoseconds, -1 and 0 where there is no file."""
     try:
-        found = os.stat(path)  # noqa: PTH116
+        status = os.stat(path)  # noqa: PTH116
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
             return -1, 0
         raise
     except ValueError:  # a name that no file can have
         return -1, 0
-    return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else (-1, 0)
+    return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else (-1, 0)
 
 
 def _take_known(

@@ -105,14 +105,14 @@ class RowFilters:
         """16 hex digits that change with any filter, none for no filters."""
         if not self.filters:
             return ""
-        text = json.dumps([VERSION, [[each.keys, each.text] for each in self.filters]])
+        text = json.dumps([VERSION, [[row_filter.keys, row_filter.text] for row_filter in self.filters]])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def judge(self, values: Mapping[str, Any] | None) -> list[int]:
         """PASSED or ABSENT for a sample's values, None if they cannot be read, then each filter's verdict."""
         if values is None:
             return [ABSENT] * (1 + len(self))
-        return [PASSED, *(each.verdict(values) for each in self.filters)]
+        return [PASSED, *(row_filter.verdict(values) for row_filter in self.filters)]
 
     def verdicts(self, metadata: bytes | None) -> list[int]:
         """Judge one sample by its json, None where it has none. See `judge`."""
@@ -130,29 +130,25 @@ class RowFilters:
         kept = (verdicts == PASSED).all(axis=1)
         total, unread = len(verdicts), int((verdicts[:, 0] != PASSED).sum())
         report = [f"{KEY} keep {kept.sum()} of {total} samples ({kept.mean():.1%}); {unread} have no readable json"]
-        for each, verdict_N in zip(self.filters, verdicts[:, 1:].T, strict=True):
+        for row_filter, verdict_N in zip(self.filters, verdicts[:, 1:].T, strict=True):
             passed, absent = (int((verdict_N == verdict).sum()) for verdict in (PASSED, ABSENT))
-            report.append(f"{KEY} {each.name}: {passed} pass ({passed / total:.1%}), {absent} lack the key")
+            report.append(f"{KEY} {row_filter.name}: {passed} pass ({passed / total:.1%}), {absent} lack the key")
         if not kept.any():
             raise ConfigError("row_filters leave no sample, so nothing can train; relax them. " + "; ".join(report))
         return kept, report
 
 
-def parse_row_filters(given: object, *, key: str = KEY) -> RowFilters:
-    """Parse the value of `data.row_filters`, or of another `key` in its form; else a ValueError.
-
-    It is a list of [key, condition], with a list of keys for conditions on several; or a mapping of keys to conditions;
-    None = no filters.
-    """
-    if given is None:
+def parse_row_filters(value: object, *, key: str = KEY) -> RowFilters:
+    """Parse a list of [key or keys, condition] or a mapping of keys to conditions; None = none."""
+    if value is None:
         return RowFilters()
     entries: Iterable[tuple[str, Any]]
-    if isinstance(given, Mapping):
-        entries = [(f"{key}.{name}", [name, condition]) for name, condition in given.items()]
-    elif isinstance(given, list):
-        entries = [(f"{key}[{number}]", entry) for number, entry in enumerate(given)]
+    if isinstance(value, Mapping):
+        entries = [(f"{key}.{name}", [name, condition]) for name, condition in value.items()]
+    elif isinstance(value, list):
+        entries = [(f"{key}[{number}]", entry) for number, entry in enumerate(value)]
     else:
-        raise ValueError(f"{key}={given} must be a list of [key, condition] or a mapping of keys to conditions")
+        raise ValueError(f"{key}={value} must be a list of [key, condition] or a mapping of keys to conditions")
     return RowFilters(tuple(_row_filter(where, entry) for where, entry in entries))
 
 
@@ -208,13 +204,13 @@ def _parse(text: str, keys: Sequence[str], where: str) -> tuple[tuple[str, ...],
 
 
 def _arguments(node: ast.Lambda, keys: Sequence[str]) -> tuple[str, ...]:
-    found = node.args
-    is_plain = not (found.posonlyargs or found.kwonlyargs or found.vararg or found.kwarg or found.defaults)
-    if not is_plain or len(found.args) != len(keys):
+    spec = node.args
+    is_plain = not (spec.posonlyargs or spec.kwonlyargs or spec.vararg or spec.kwarg or spec.defaults)
+    if not is_plain or len(spec.args) != len(keys):
         plural = "s" if len(keys) > 1 else ""
         names = ", ".join(keys)
         raise _RefusedError(f"the lambda must take {len(keys)} plain argument{plural}, one for each of {names}", node)
-    return tuple(argument.arg for argument in found.args)
+    return tuple(argument.arg for argument in spec.args)
 
 
 def _check(node: ast.expr, names: set[str], depth: int) -> None:
@@ -246,7 +242,7 @@ def _fault(node: ast.expr, names: set[str]) -> str | None:
         case ast.Compare():
             pairs = zip(node.ops, node.comparators, strict=True)
             compared = [right for op, right in pairs if isinstance(op, ast.Is | ast.IsNot)]
-            are_words = all(isinstance(each, ast.Constant) and isinstance(each.value, bool | None) for each in compared)
+            are_words = all(isinstance(word, ast.Constant) and isinstance(word.value, bool | None) for word in compared)
             return None if are_words else "`is` is for None, True and False; compare by =="
     return f"{type(node).__name__.lower()}s are not allowed"
 

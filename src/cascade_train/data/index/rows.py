@@ -127,11 +127,11 @@ def split(index: Index, share: float) -> tuple[np.ndarray, np.ndarray]:
         raise ConfigError(f"validate.share={share} must be at least 0 and below 1: 0.01 holds out one key in a hundred")
     keys = index.keys if index.split_by is None else index.split_by
     held_out = _hashes(keys.tolist()) < np.uint64(share * 2**64)
-    train, held = np.flatnonzero(~held_out), np.flatnonzero(held_out)
-    if len(train) == 0 or (share > 0 and len(held) == 0):
-        sizes = f"{len(train)} to train on and {len(held)} held out"
+    train, held_out_rows = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    if len(train) == 0 or (share > 0 and len(held_out_rows) == 0):
+        sizes = f"{len(train)} to train on and {len(held_out_rows)} held out"
         raise ConfigError(f"validate.share={share} of {len(index)} samples leaves {sizes}: change it, or add data")
-    return train, held
+    return train, held_out_rows
 
 
 def repeat_counts(keys: Sequence[bytes], factor: float) -> np.ndarray:
@@ -257,8 +257,8 @@ def changed_arrays(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     try:
-        made = _read_made(folder)
-        return [file for file, (size, digest) in made.items() if file.stat().st_size != size or _digest(file) != digest]
+        files = _read_made(folder).items()
+        return [file for file, (size, digest) in files if file.stat().st_size != size or _digest(file) != digest]
     except (ConfigError, OSError, ValueError) as error:
         _log.warning("cached index %s is damaged (%s)", folder, error)
         return [folder / _MADE]
@@ -267,10 +267,10 @@ def changed_arrays(folder: Path) -> list[Path]:
 @contextmanager
 def one_at_a_time(lock: Path) -> Iterator[None]:
     """Let one process hold a lock file while the others wait; without one, where it cannot be made."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         with suppress(OSError):
             lock.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(held.enter_context(lock.open("a")), fcntl.LOCK_EX)
+            fcntl.flock(stack.enter_context(lock.open("a")), fcntl.LOCK_EX)
         try:
             yield
         finally:
@@ -279,8 +279,8 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
 
 
 def _read_made(folder: Path) -> dict[Path, tuple[int, str]]:
-    made = json.loads(read_regular(folder / _MADE, limit=2**20))
-    return {folder / f"{name}.npy": (size, digest) for name, (size, digest) in made.items()}
+    recorded = json.loads(read_regular(folder / _MADE, limit=2**20))
+    return {folder / f"{name}.npy": (size, digest) for name, (size, digest) in recorded.items()}
 
 
 def _digest(file: Path) -> str:
@@ -311,8 +311,8 @@ def _written(folder: Path, write: Callable[[Path], None], check: Check) -> dict[
     partial.mkdir()
     try:
         write(partial)
-        made = {path.stem: (path.stat().st_size, _digest(path)) for path in sorted(partial.iterdir())}
-        (partial / _MADE).write_text(json.dumps(made), encoding="utf-8")
+        digests = {path.stem: (path.stat().st_size, _digest(path)) for path in sorted(partial.iterdir())}
+        (partial / _MADE).write_text(json.dumps(digests), encoding="utf-8")
         for path in partial.iterdir():  # a mapped file whose content did not reach the disk is not noticed
             sync(path)
         if _read(folder, check, logging.DEBUG) is None:  # no process of another machine was quicker

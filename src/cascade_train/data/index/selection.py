@@ -62,10 +62,10 @@ def selected(index: Index, selectors: Iterable[RowSelector]) -> np.ndarray:
     return kept
 
 
-def parse_size_filters(given: object) -> tuple[RowFilter, ...]:
+def parse_size_filters(value: object) -> tuple[RowFilter, ...]:
     """Parse the value of `data.size_filters`, in the forms of `data.row_filters`, on `MEASURES`."""
-    filters = parse_row_filters(given, key=SIZE_FILTERS).filters
-    for unknown in (key for each in filters for key in each.keys if key not in MEASURES):
+    filters = parse_row_filters(value, key=SIZE_FILTERS).filters
+    for unknown in (key for size_filter in filters for key in size_filter.keys if key not in MEASURES):
         known = ", ".join(MEASURES)
         raise ValueError(f"{SIZE_FILTERS}: {unknown} is no measure of a picture ({known}); see data.row_filters")
     return filters
@@ -80,10 +80,10 @@ def size_selection(filters: tuple[RowFilter, ...], index: Index) -> Selection:
         for width, height in sizes_K2.tolist()
     ]
     kept = np.ones(len(index), dtype=bool)
-    for each in filters:
-        passed = np.array([each.verdict(measures) == PASSED for measures in measured])[size_N.ravel()]
+    for size_filter in filters:
+        passed = np.array([size_filter.verdict(measures) == PASSED for measures in measured])[size_N.ravel()]
         text = "%s %s: %d of %d samples pass (%.1f%%)"
-        _log.info(text, SIZE_FILTERS, each.name, passed.sum(), len(index), 100 * passed.mean())
+        _log.info(text, SIZE_FILTERS, size_filter.name, passed.sum(), len(index), 100 * passed.mean())
         kept &= passed
     unknown = int((sizes_N2.min(axis=1) <= 0).sum())
     reason = f"do not meet {SIZE_FILTERS}" + (f" ({unknown} of them have no known size)" if unknown else "")
@@ -91,10 +91,7 @@ def size_selection(filters: tuple[RowFilter, ...], index: Index) -> Selection:
 
 
 def read_quarantine(path: Path) -> set[str]:
-    """Names of samples in a file of lines `{"sample": "train.tar:0001", ...}`, or in those of a run.
-
-    A ConfigError where there is no such list, or a line names no sample.
-    """
+    """Names of samples in a file of lines `{"sample": "train.tar:0001", ...}`, or in those of a run."""
     folder = path / QUARANTINE_FOLDER
     files = [path] if path.is_file() else sorted(folder.glob("*.jsonl")) or sorted(path.glob("*.jsonl"))
     if not files or (path / "metrics.jsonl") in files:
@@ -115,21 +112,18 @@ def _read_names(file: Path) -> Iterator[str]:
 
 
 def quarantine_selection(names: Collection[str], index: Index) -> Selection:
-    """Which samples are not among the names (as `Index.name` has them); logs how many are not in the data.
-
-    Rows of one name and content are one sample that repeats.
-    """
+    """Leave out samples by name, see `Index.name`; logs names that are not in the data."""
     colons = ((name, start) for name in names for start, mark in enumerate(name) if mark == ":")
     keys = {name[start + 1 :] for name, start in colons}
     texts = (printable(key.decode(errors="surrogateescape")) for key in index.keys.tolist())
     candidates = [row for row, text in enumerate(texts) if text in keys]
-    found = {row: index.name(row) for row in candidates if index.name(row) in names}
+    listed = {row: index.name(row) for row in candidates if index.name(row) in names}
     kept = np.ones(len(index), dtype=bool)
-    kept[list(found)] = False
-    counts = Counter(name for name, _ in {(name, int(index.content[row])) for row, name in found.items()})
+    kept[list(listed)] = False
+    counts = Counter(name for name, _ in {(name, int(index.content[row])) for row, name in listed.items()})
     if shared := [f"{name} ({count})" for name, count in sorted(counts.items()) if count > 1]:
         text = "%s: %d names are those of several samples, all of which are left out: %s"
         _log.warning(text, QUARANTINE, len(shared), first_names(shared))
-    if missing := len(names) - len(set(found.values())):
+    if missing := len(names) - len(set(listed.values())):
         _log.info("%s: %d of %d names are not in this data.", QUARANTINE, missing, len(names))
     return Selection(kept=kept, reason=f"are listed in {QUARANTINE}")

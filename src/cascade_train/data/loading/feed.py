@@ -156,10 +156,7 @@ class SkippedCount:
         self._total, self._max_share, self._seen = samples, max_share, 0
 
     def add(self, batch: Batch) -> None:
-        """Count what a batch skipped; a RunError where it is more than the share allowed.
-
-        Before every sample may have been seen once, a few more are allowed.
-        """
+        """Count unreadable samples; a RunError above the share, or above a few before the first epoch ends."""
         self._seen += len(batch)
         for sample in batch.skipped:
             if sample.name not in self._names:

@@ -148,12 +148,12 @@ class StreamFeed(Feed):
 class InMemoryBatches(MicroBatches):
     """Micro-batches of samples that are in memory and not in the index."""
 
-    def first(self, held: Sequence[StreamSample], count: int, epoch: int) -> Batch | RunError:
+    def first(self, waiting: Sequence[StreamSample], count: int, epoch: int) -> Batch | RunError:
         """Make a batch of the first samples; the others that are held may stand in for them."""
         size = self._source.image_size
-        self._held = {sample.number: sample for sample in held}
+        self._held = {sample.number: sample for sample in waiting}
         self._stand_ins = {(size, size): np.array(sorted(self._held), dtype=np.int64)}
-        rows = np.array([sample.number for sample in held[:count]], dtype=np.int64)
+        rows = np.array([sample.number for sample in waiting[:count]], dtype=np.int64)
         return self[Step(rows=rows, epochs=np.full(count, epoch), height=size, width=size)]
 
     def read(self, row: int) -> RawSample:
@@ -183,14 +183,14 @@ class _Part(IterableDataset[Batch | RunError | None]):
     def __iter__(self) -> Iterator[Batch | RunError | None]:
         worker, size = get_worker_info(), self.micro_batch_size
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        held, made = list[StreamSample](), 0
+        waiting, batches = list[StreamSample](), 0
         try:
             for block in self.streams.blocks(self.epoch, self.rank * workers + number, self.ranks * workers):
-                held += block
-                while len(held) >= size:
+                waiting += block
+                while len(waiting) >= size:
                     # Workers take turns, and some end early: this is the latest turn that the batch may have.
-                    is_seen = made * workers + number < self.seen
-                    yield None if is_seen else self.batches.first(held, size, self.epoch)
-                    held, made = held[size:], made + 1
+                    is_seen = batches * workers + number < self.seen
+                    yield None if is_seen else self.batches.first(waiting, size, self.epoch)
+                    waiting, batches = waiting[size:], batches + 1
         except Exception as error:  # raised again in the main process
             yield failure("streams", error)

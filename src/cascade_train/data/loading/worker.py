@@ -103,7 +103,7 @@ class MicroBatches(Dataset[Batch | RunError]):
             index_B=torch.tensor([sample.row for sample in samples], dtype=torch.int64),
             seed=self._seed,
             weight_B=weight_B if step.weights is None else weight_B * torch.from_numpy(step.weights),
-            skipped=tuple(each for sample in samples for each in sample.skipped),
+            skipped=tuple(unreadable for sample in samples for unreadable in sample.skipped),
             **_stacked(samples),
         )
 
@@ -173,30 +173,27 @@ def _stacked(samples: list[_Sample]) -> dict[str, Any]:
     framed = [sample.framed for sample in samples if sample.framed is not None]
     if not framed:
         return {"image_BCHW": None, "tensors": tensors}
-    images = default_collate([torch.from_numpy(each.image) for each in framed])  # in a worker, in shared memory
-    boxes = [(each.box.top, each.box.left, each.box.height, each.box.width) for each in framed]
+    images = default_collate([torch.from_numpy(part.image) for part in framed])  # in a worker, in shared memory
+    boxes = [(part.box.top, part.box.left, part.box.height, part.box.width) for part in framed]
     return {
         "image_BCHW": images.contiguous(),
         "tensors": tensors,
-        "original_size_B2": torch.tensor([each.size for each in framed], dtype=torch.int64),
+        "original_size_B2": torch.tensor([part.size for part in framed], dtype=torch.int64),
         "crop_B4": torch.tensor(boxes, dtype=torch.int64),
-        "flipped_B": torch.tensor([each.flipped for each in framed], dtype=torch.bool),
+        "flipped_B": torch.tensor([part.flipped for part in framed], dtype=torch.bool),
     }
 
 
 def _tensor(name: str, arrays: list[Any]) -> torch.Tensor:
     if name == "mask":  # a sample without one counts everywhere
-        known = next(each for each in arrays if each is not None)
+        known = next(array for array in arrays if array is not None)
         whole = np.full_like(known, 255 if known.dtype == np.uint8 else 1)
-        arrays = [whole if each is None else each for each in arrays]
+        arrays = [whole if array is None else array for array in arrays]
     return torch.from_numpy(np.stack(arrays))
 
 
 class Results(Generic[T]):
-    """What worker processes make of references, in order. They start when the first result is asked for.
-
-    A wait is logged every minute; one longer than `data.max_wait_seconds` is an error.
-    """
+    """Results of worker processes in the order of references; waits are logged each minute."""
 
     def __init__(
         self,

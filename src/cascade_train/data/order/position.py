@@ -139,14 +139,12 @@ class Order:
 
     def stand_ins(self) -> dict[tuple[int, int], np.ndarray]:
         """Sorted rows of each shape, (height, width), that may replace unreadable ones."""
-        own = {tuple(size): self._layouts.own.of_bucket(b) for b, size in enumerate(self._layouts.sizes_K2.tolist())}
-        return {shape: rows if len(rows) else self._rows for shape, rows in own.items()}
+        sizes, groups = map(tuple, self._layouts.sizes_K2.tolist()), self._layouts.own
+        rows_of = {size: groups.of_bucket(bucket) for bucket, size in enumerate(sizes)}
+        return {shape: rows if len(rows) else self._rows for shape, rows in rows_of.items()}
 
     def steps_of_epochs(self, epochs: int, state: Mapping[str, Any] | None = None) -> int:
-        """Step at which the first `epochs` epochs end, of a run that goes on at `state` or begins (None).
-
-        The last step may open the next epoch.
-        """
+        """Step that completes the first `epochs` epochs, of a run that continues at `state` or begins (None)."""
         start = Start()
         restarts = self._on_change == "restart"
         if state is not None and (restarts or not self._changed_order(state)):  # else `restore` refuses it

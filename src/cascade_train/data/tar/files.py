@@ -131,10 +131,7 @@ class Listings:
 
 
 def expand_urls(urls: str | list[str]) -> list[str]:
-    """Expand folders, brace patterns, `file:` and `~` in one entry or a list of them, to a url for each tar or prefix.
-
-    The tars of a folder are all below it, in the order of their paths.
-    """
+    """Expand folders, braces, `file:` and `~` to one url for each tar or prefix; folders sorted by path."""
     patterns = [urls] if isinstance(urls, str) else urls
     expanded = [_normalize(url) for pattern in patterns for url in _expand_braces(pattern)]
     return [url for entry in expanded for url in (_tars_below(Path(entry)) if Path(entry).is_dir() else [entry])]

@@ -82,11 +82,7 @@ class ShardIndex:
 
 
 def load_shard(tar: Tar, cache_dir: Path | None) -> ShardIndex:
-    """Index of a tar that has places, from the cache if it is there, else from the headers.
-
-    The cache lies in `cache_dir`, which must be writable; None = `.cascade_train_index` beside the tar if that can be
-    written, else the user's cache folder, as for tars that are no local files. Raises as `scan_shard`.
-    """
+    """Index of a tar, cached in `cache_dir`; None = beside the tar, else in the user's cache folder."""
     cached = index_file(tar, cache_dir)
     shard = _cached_shard(cached)
     if shard is not None:
@@ -104,10 +100,7 @@ def write_shard(cached: Path, shard: ShardIndex, *, required: bool) -> None:
 
 
 def scan_shard(tar: Tar) -> ShardIndex:
-    """Build the index of a tar from its headers.
-
-    A ConfigError where the tar is empty, compressed, damaged, not sorted by key, or has no usable sample.
-    """
+    """Index of a tar from its headers; a ConfigError where it is damaged, not sorted by key, or of no use."""
     rows, keys, checksums, dropped = [], [], [], Dropped()
     with tar.open() as file:
         head = file.read(5)
@@ -115,16 +108,16 @@ def scan_shard(tar: Tar) -> ShardIndex:
             remedy = "decompress it, or name it .tar.gz, .tar.bz2 or .tar.xz to stream it"
             raise ConfigError(f"data.urls: {tar.item.url} is compressed ({name}), so it has no index; {remedy}")
         file.seek(0)
-        for key, found in samples(
+        for key, members in samples(
             tar.item.url,
             Forward(file, seekable=True),
             partial(_member_facts, set(tar.parts.values())),
             tar.parts,
             dropped,
         ):
-            parts = [found.get(part, _ABSENT) for part in PARTS]
-            rows.append((0, *found["image"][:4], *(number for part in parts for number in part[2:4])))
-            checksums.append([found["image"][4], *(part[4] for part in parts)])
+            parts = [members.get(part, _ABSENT) for part in PARTS]
+            rows.append((0, *members["image"][:4], *(number for part in parts for number in part[2:4])))
+            checksums.append([members["image"][4], *(part[4] for part in parts)])
             keys.append(key.encode(errors="surrogateescape"))
     if not rows and not dropped.examples:
         raise ConfigError(f"data.urls: {tar.item.url} is an empty tar, or holds no file with an extension")
@@ -138,10 +131,7 @@ def scan_shard(tar: Tar) -> ShardIndex:
 def load_verdicts(
     tar: Tar, shard: ShardIndex, filters: RowFilters, cache_dir: Path | None, *, largest: int | None = None
 ) -> np.ndarray:
-    """Verdicts of `RowFilters` on each sample, (N, 1 + filters) uint8, from the cache or the tar.
-
-    A json of more than `largest` bytes counts as none. Raises as `load_shard`.
-    """
+    """Verdicts on each sample, (N, 1 + filters) uint8, cached; a json above `largest` bytes is none."""
     sizes = shard.table["json_bytes"].astype(np.int64)
     is_too_large = sizes > (np.iinfo(np.int64).max if largest is None else largest)
     index, limit = index_file(tar, cache_dir), f"-{largest}" if is_too_large.any() else ""
@@ -203,10 +193,7 @@ class JoinedTars:
     needed: Literal["caption", "json"]  # the part without which a sample is left out
 
     def open(self) -> tuple[dict[str, np.ndarray], Path | None]:
-        """Table, keys and content of the samples, see `Index`, and the folder that they are mapped from, if any.
-
-        What was left out is logged. Raises as `load_shard`, and a RunError where a tar cannot be read.
-        """
+        """Table, keys and content of `Index`, and the folder they are mapped from; logs what is left out."""
         parts, folder = self._open()
         for line in parts.pop("dropped").tolist():
             _log.warning("%s", line)
@@ -215,10 +202,7 @@ class JoinedTars:
         return parts, folder
 
     def index(self, numbers: Sequence[int], *, processes: int, again: bool) -> Iterator[bool]:
-        """Index some of the tars in several processes; yield of each, as it is done, whether its index changed.
-
-        `again` reads tars whose index is there too, and writes those anew that differ. Raises as `open`.
-        """
+        """Index some tars in processes; yield whether each changed. `again` reads those with an index, too."""
         alone = [replace(self, tars=(self.tars[number],)) for number in numbers]
         folders = {index_file(tar, self.cache_dir).parent for tar in self.tars}  # a joined index lies beside the first
         remake = partial(JoinedTars._index_one, again=again, folders=folders)
@@ -237,13 +221,13 @@ class JoinedTars:
         changed = not file.is_file()
         shard = self._load(0)
         with reading_tars():
-            if again and not changed and not shard.equals(found := scan_shard(tar)):
+            if again and not changed and not shard.equals(scanned := scan_shard(tar)):
                 for verdicts in file.parent.glob(f"{glob.escape(file.stem)}-filters-*"):
                     verdicts.unlink(missing_ok=True)
                 for joined in itertools.chain.from_iterable(folder.glob("joined-*") for folder in folders):
                     shutil.rmtree(joined, ignore_errors=True)  # one of them, and others, hold what the tar was
-                write_shard(file, found, required=True)
-                changed, shard = True, found
+                write_shard(file, scanned, required=True)
+                changed, shard = True, scanned
             if len(self.filters):
                 load_verdicts(tar, shard, self.filters, self.cache_dir, largest=self.largest_json)
         return changed
@@ -304,9 +288,9 @@ class JoinedTars:
 
     def _joined(self, load: Callable[[int], ShardIndex], allocate: Allocate) -> dict[str, np.ndarray]:
         """Join the arrays of all tars. Each tar is loaded twice: first its lengths alone are kept."""
-        found = self._of_each(lambda number: self._lengths(number, load(number)))
-        kept_by_tar, judged = self._kept([usable for _, _, usable, _ in found], [verdicts for *_, verdicts in found])
-        total, key_bytes = sum(int(kept.sum()) for kept in kept_by_tar), max(width for width, *_ in found)
+        facts = self._of_each(lambda number: self._lengths(number, load(number)))
+        kept_by_tar, judged = self._kept([usable for _, _, usable, _ in facts], [verdicts for *_, verdicts in facts])
+        total, key_bytes = sum(int(kept.sum()) for kept in kept_by_tar), max(width for width, *_ in facts)
         table, content = allocate("table", TAR_FIELDS, total), allocate("content", np.uint64, total)
         keys, start = allocate("keys", f"S{key_bytes}", total), 0
         for number, kept in enumerate(kept_by_tar):
@@ -314,7 +298,7 @@ class JoinedTars:
             table[rows], keys[rows] = shard.table[kept], shard.keys[kept]
             table["shard"][rows] = number
             content[rows] = combine(*shard.checksums[kept].T[list(self.used)])
-        left_out = [text for _, text, *_ in found if text]
+        left_out = [text for _, text, *_ in facts if text]
         notes = {"dropped": np.array(left_out, dtype=np.str_), "judged": np.array(judged, dtype=np.str_)}
         return {"table": table, "keys": keys, "content": content, **notes}
 
@@ -360,8 +344,8 @@ class JoinedTars:
                 tar.store.prepare()
         order = random.SystemRandom().sample(numbers, len(numbers))
         with ThreadPoolExecutor(_INDEXED_AT_ONCE) as pool:
-            found = dict(zip(order, pool.map(facts, order), strict=True))
-        return [found[number] for number in numbers]
+            results = dict(zip(order, pool.map(facts, order), strict=True))
+        return [results[number] for number in numbers]
 
 
 @contextmanager

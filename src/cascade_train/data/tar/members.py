@@ -189,10 +189,7 @@ def raw_sample(parts: Mapping[str, bytes], key: str, *, needs_values: bool) -> R
 
 
 def write_tar(path: Path, samples: Iterable[Mapping[str, Any]]) -> Path:
-    """Write one tar in one step, and return its path; the same samples give the same bytes.
-
-    Each sample has `__key__` and its parts by extension: bytes, text, or what webdataset encodes.
-    """
+    """Write samples, `__key__` and parts by extension, as a tar in one step; equal samples give equal bytes."""
     from webdataset import TarWriter  # takes seconds to import
 
     with replacing(path, durable=False) as partial, TarWriter(str(partial), mtime=0) as writer:

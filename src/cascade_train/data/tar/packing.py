@@ -66,7 +66,7 @@ def pack(
     RunError where what was written reads back differently.
     """
     source = _Once(path=folder, caption_from=caption_from, metadata=True, index_dir=None, **_READ_IN_ORDER)
-    made = [path for path in (out, *out.parents) if not path.exists()]
+    created = [path for path in (out, *out.parents) if not path.exists()]
     out.mkdir(parents=True, exist_ok=True)
     there = {path.name for path in out.iterdir() if re.fullmatch(rf"{re.escape(name)}-\d+\.tar", path.name)}
     if there and not overwrite:
@@ -90,16 +90,16 @@ def pack(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
         with suppress(OSError):  # the first that is not empty
-            for path in made:
+            for path in created:
                 path.rmdir()
 
 
 class _Once(Folder):
     """Each picture once, whatever `multiply.txt` says; a factor of 0 leaves pictures out."""
 
-    def usable(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
+    def usable(self, pictures: list[PictureFile], others: list[str]) -> list[PictureFile]:
         """See `Folder.usable`."""
-        usable = super().usable(found, others)
+        usable = super().usable(pictures, others)
         if repeated := sum(file.factor not in (0, 1) for file in usable):
             text = "%s: tars have no %s, so %d pictures come once: pack those of one number by themselves, and set %s"
             _log.warning(text, self.path, MULTIPLY, repeated, "data.repeats of data=mixture")
@@ -111,8 +111,8 @@ def check_tars(tars: list[Path], digests: Mapping[str, bytes]) -> None:
     urls = [f"file:{tar.absolute()}" for tar in tars]
     source = WebDataset(urls=urls, index_dir=str(tars[0].parent), **_READ_IN_ORDER)
     index = source.open()
-    found = {key.decode(): _digest(source.read(row)) for row, key in enumerate(index.keys.tolist())}
-    wrong = sorted(key for key in digests.keys() | found.keys() if digests.get(key) != found.get(key))
+    read_back = {key.decode(): _digest(source.read(row)) for row, key in enumerate(index.keys.tolist())}
+    wrong = sorted(key for key in digests.keys() | read_back.keys() if digests.get(key) != read_back.get(key))
     if wrong:
         raise RunError(f"{len(wrong)} of {len(digests)} samples read back differently, such as {wrong[0]}: try again")
 

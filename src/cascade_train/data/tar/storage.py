@@ -51,10 +51,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def stat(self, url: str) -> StoredObject:
-        """Size and version of an object.
-
-        A ConfigError where it is not there or may not be read, a RunError where the store cannot be reached.
-        """
+        """Size and version; a ConfigError where it is missing or forbidden, a RunError where the store fails."""
 
     @abc.abstractmethod
     def read(self, item: StoredObject, start: int, size: int) -> bytes:
@@ -97,8 +94,8 @@ class LocalFiles(Store):
 
     def stat(self, url: str) -> StoredObject:
         """See `Store.stat`."""
-        found = Path(url).stat()
-        return StoredObject(url=url, size=found.st_size, version=str(found.st_mtime_ns))
+        status = Path(url).stat()
+        return StoredObject(url=url, size=status.st_size, version=str(status.st_mtime_ns))
 
     def read(self, item: StoredObject, start: int, size: int) -> bytes:
         """See `Store.read`; safe for threads."""

@@ -5,10 +5,8 @@ import logging
 import struct
 import sys
 import tracemalloc
-import warnings
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -281,17 +279,6 @@ def test_formats_that_start_other_programs_are_not_pictures(content: bytes) -> N
     """Whatever their extension: PIL would hand the first to Ghostscript."""
     with pytest.raises(UnreadableSampleError, match="not a picture of a known format"):
         pixels_of(content)
-
-
-def test_headers_are_read_by_threads_and_leave_the_process_as_it_was() -> None:
-    exif = b"Exif\0\0MM\0*\0\0\0\x08\0\x09broken"  # PIL warns of it
-    files = [encode(halves(40 + side, 20), "jpeg", exif=exif) for side in range(8)]
-    filters, limit = list(warnings.filters), Image.MAX_IMAGE_PIXELS
-    with ThreadPoolExecutor(8) as pool:
-        sizes = list(pool.map(upright_size, files * 20))
-    assert sizes == [(40 + side, 20) for side in range(8)] * 20
-    assert (warnings.filters, Image.MAX_IMAGE_PIXELS) == (filters, limit)
-    assert pixels_of(files[0]).shape == (20, 40, 3)
 
 
 @pytest.mark.parametrize("orientation", [1, 6])

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -143,25 +141,6 @@ def test_another_beginning_of_a_streamed_tar_is_another_content(tmp_path: Path) 
     assert after.digest == before.digest
     assert changed_samples(after, before) == "a.tar.gz:a.tar.gz"
     assert changed_samples(streamed(CAPTIONS), before) is None
-
-
-@cache
-def numbered(count: int) -> Index:
-    return tars.index((f"{row:07d}" for row in range(count)), ("a",))
-
-
-def million(content: np.ndarray) -> Index:
-    return replace(numbered(len(content)), content=content)
-
-
-def test_the_record_of_a_million_samples_is_small_and_names_a_range() -> None:
-    content = np.arange(1, 1_000_001, dtype=np.uint64)
-    saved = {"content": million(content).content_record}
-    assert len(json.dumps(saved)) < 1000
-    assert changed_content(million(content.copy()), saved) == []
-    content[500_000] += 1
-    text = "the files behind data changed (a:0500000 to a:0515624); put them back"
-    assert changed_content(million(content), saved) == [text]
 
 
 KEYS = [f"{i:05d}" for i in range(2000)]

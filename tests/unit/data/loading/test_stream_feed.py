@@ -213,29 +213,6 @@ def test_the_order_is_frozen(urls: list[str]) -> None:
     assert numbers == [6, 15, 14, 5, 10, 8, 9, 7, 12, 13, 11, 16, 18, 17, 20, 19, 23, 22]
 
 
-def test_a_file_that_is_too_long_is_one_unreadable_sample(tmp_path: Path) -> None:
-    files = [*tars.samples(range(5)), ("0005.png", bytes(3 * 2**20)), ("0005.txt", b"long")]
-    path = tars.write(tmp_path / "a.tar", files)
-    with feeding(streamed([f"pipe:cat {path}"], max_file_mib=1)) as feed:
-        next(feed)
-        assert [(each.name[-4:], "data.max_file_mib=1" in each.reason) for each in feed.skipped] == [("0005", True)]
-
-
-def test_row_filters_choose_as_samples_are_read(tmp_path: Path) -> None:
-    files = []
-    for key in range(6):
-        files += [*tars.samples([key]), (f"{key:04d}.json", json.dumps({"score": key}).encode())]
-    path = tars.write(tmp_path / "a.tar", [*files, *tars.samples([9])])
-    seen = drawn([f"pipe:cat {path}"], 3, row_filters={"score": "> 2"}, global_batch_size=3, micro_batch_size=3)
-    keys = [key.rpartition(":")[2] for _, key in seen]
-    assert [sorted(keys[at : at + 3]) for at in (0, 3, 6)] == [["0003", "0004", "0005"]] * 3
-    with (
-        feeding(streamed([f"pipe:cat {path}"], row_filters={"score": "> 8"})) as feed,
-        pytest.raises(RunError, match=r"data\.urls: an epoch .* train\.global_batch_size=6"),
-    ):
-        next(feed)
-
-
 def test_a_data_set_of_streams_shows_and_trains(urls: list[str]) -> None:
     data = open_data_set(streamed(urls), share=None, held_out=None)
     assert len(data.shown_batch(8, seed=3)) == 8

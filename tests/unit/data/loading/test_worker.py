@@ -19,11 +19,8 @@ import torch
 from PIL import Image
 
 from cascade_train.batch import Batch, sample_seed
-from cascade_train.data.index.rows import Index
 from cascade_train.data.loading import worker as worker_module
 from cascade_train.data.loading.feed import Loader
-from cascade_train.data.sample import RawSample, UnreadableSampleError
-from cascade_train.data.source import Source
 from cascade_train.errors import RunError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import content, loading
@@ -125,46 +122,6 @@ def test_a_mask_lies_in_its_batch_and_the_others_count_everywhere(tmp_path: Path
     assert (tuple(shown.shape), shown.dtype) == ((8, 1, 16, 16), torch.uint8)
     means = dict(zip(batch.index_B.tolist(), shown.float().mean(dim=(1, 2, 3)).tolist(), strict=True))
     assert means == {0: 0.0, **dict.fromkeys(range(1, 8), 255.0)}
-
-
-class Specks(Source):
-    """Many tiny pictures, 3 in 100 unreadable."""
-
-    samples = 5_000
-
-    def open(self) -> Index:
-        self._picture = np.full((8, 8, 3), 100, dtype=np.uint8)
-        return tars.index((f"{row:05d}" for row in range(self.samples)), width=8, height=8)
-
-    def read(self, row: int) -> RawSample:
-        if row % 33 == 0:
-            raise UnreadableSampleError("a speck of dust")
-        return RawSample(image=self._picture, caption="speck", key=f"specks:{row}")
-
-
-def anonymous_mib(process: int | str) -> float:
-    """Return the memory that belongs to a process alone."""
-    for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Anonymous:"):
-            return int(line.split()[1]) / 1024
-    raise AssertionError("Linux says how much")
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_over_20000_samples() -> None:
-    from tests.unit.data.loading.test_loader import children
-
-    source = Specks(**{**tars.ORDER, "image_size": 8, "num_workers": 1, "max_unreadable_share": 0.05})
-    before = set(children())
-    with loading(source, global_batch_size=200, micro_batch_size=200) as loader:
-        marks = []
-        for step in range(100):
-            next(loader)
-            if step in (25, 99):
-                (worker,) = set(children()) - before
-                marks.append((anonymous_mib("self"), anonymous_mib(worker)))
-        assert len(loader.skipped) == 152
-    assert all(late - early < 8 for early, late in zip(*marks, strict=True)), marks
 
 
 def wait_deaf(ready):

@@ -161,18 +161,3 @@ def test_whole_epochs_hold_every_sample_once_whatever_training_does(options: dic
     whole = order(whole_epochs=True, **options)
     assert sorted(drawn(whole, range(whole.steps_of_epochs(1)))) == [(0, row) for row in range(97)]
     assert drawn(whole, range(10)) == drawn(order(whole_epochs=True), range(10))
-
-
-def test_the_state_of_a_million_samples_is_small() -> None:
-    million = index(10**6, 1000)
-    million.table["width"] = 300 + np.arange(10**6) * 7919 % 1700
-    million.table["height"] = 1000
-    options = {"of": million, "size": 512, "aspect_ratios": "original", "image_size": 768}
-    whole = order(**options, shuffle_window_shards=16, buckets=Buckets())
-    state = saved(whole, 1_234_567)
-    assert len(json.dumps(state)) < 2000
-    fresh = Index(shards=million.shards, table=million.table, keys=million.keys)
-    again = order(**{**options, "of": fresh}, shuffle_window_shards=16, buckets=Buckets())
-    again.restore(state)
-    again.step(1_234_567)
-    assert drawn(again, range(1_234_567, 1_234_570)) == drawn(whole, range(1_234_567, 1_234_570))
