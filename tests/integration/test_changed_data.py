@@ -119,7 +119,7 @@ def test_a_resume_is_refused_where_captions_changed_and_begins_another_epoch_on_
     command = (*SMALL, *RUN, *source, "train.max_steps=3", f"run.dir={run}")
     text = told.by(*command, code=2)
     changed = "the files behind data changed (a.tar:0, a.tar:1, a.tar:2, a.tar:3, a.tar:4 and 3 more); put them back"
-    assert f"{changed}, or start another run with a new run.name, or end the epoch here by data.on_change" in text
+    assert f"{changed}, or start another run, or end the epoch here by data.on_change" in text
     assert f"The data changed ({changed}); epoch 1 begins" in told.by(*command, GOES_ON, code=0)
     other, same = read_metrics(run), read_metrics(tmp_path / "same")
     assert other[0] == same[0]

@@ -89,6 +89,6 @@ def test_sides_that_do_not_divide_are_refused_with_the_rule(
     assert launch(once(*SMALL, *overrides(name), *data, f"{key}=33", f"run.dir={run}")) == 2
     said = capfd.readouterr().err
     assert "Traceback" not in said
-    assert f"must be a multiple of {multiple} pixels" in said or f"sides that are multiples of {multiple}: " in said
+    assert f"must be a multiple of {multiple} pixels" in said or f"the model needs multiples of {multiple}: " in said
     assert key in said
     assert not run.exists()

@@ -86,7 +86,7 @@ def test_epochs_of_streams_are_refused_before_anything_is_made(
 ) -> None:
     arguments = [*DATA, f'data.urls="pipe:cat {folder}/1.tar"', "train.max_epochs=1", f"run.dir={folder}/run"]
     assert launch([*SMALL, *arguments]) == 2
-    assert "whose length is unknown before they end: give train.max_steps" in capsys.readouterr().err
+    assert "whose length is unknown: give train.max_steps" in capsys.readouterr().err
     assert not (folder / "run").exists()
 
 
