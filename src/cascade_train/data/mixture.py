@@ -84,7 +84,6 @@ class JoinedSource(Source):
             source.check()
 
     def _open_parts(self) -> dict[str, Part]:
-        """Open every source, with the rows that its selectors keep."""
         parts = {}
         for key, source in self.joined().items():
             index, table = source.open(), self._table_of(source)

@@ -28,12 +28,9 @@ Row = tuple[Callable[[], str], Mapping[str, Any]]  # its place as text, and its 
 def read_prompts(value: Any, *, key: str = "prompts") -> list[str]:
     """Prompts that an argument names: none, one, or a list, each a text or a file of them.
 
-    `@prompts.txt` has a prompt in each line that is not empty; `@captions.csv` (tsv, jsonl, ndjson, parquet) one in
-    each row, in the column behind a colon, else in `caption`, `prompt` or `text`, else in the only one; of a list of
-    texts it is the first. `@@` begins a prompt with a `@`.
-
-    Raises:
-        ConfigError: naming `key`, the file and the line: it is missing or damaged, or has no such column, or no prompt.
+    `@prompts.txt` has one a line; `@captions.csv` (tsv, jsonl, ndjson, parquet) one a row, in the column behind a
+    colon, else in `caption`, `prompt` or `text`, else in the only one. `@@` begins a prompt with a `@`. A ConfigError
+    names `key`, file and line.
     """
     if value is None:
         return []

@@ -136,7 +136,6 @@ def _run_pipe(tar: Tar) -> Iterator[IO[bytes]]:
 
 
 def _refuse_failed(process: subprocess.Popen[bytes], name: str, messages: IO[bytes]) -> None:
-    """Raise where the command ended with another code than 0; one that still runs has not failed."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         code = process.wait(_END_SECONDS)
         if code != 0:

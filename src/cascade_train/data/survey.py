@@ -178,7 +178,6 @@ def _buckets(part: Rows) -> tuple[BucketCount, ...]:
 
 
 def _shapes(part: Rows) -> tuple[Cropping, ...]:
-    """The effect of the chosen aspect ratios, and of the presets."""
     width_N, height_N = _sizes(part, part.rows)
     known = (width_N > 0) & (height_N > 0)
     sizes, source = (width_N[known], height_N[known]), part.source

@@ -112,7 +112,6 @@ class TableSource(FileSource):
         return replace(rows, table=table[there], content=content[there], **kept)
 
     def _check_columns(self, path: Path, found: Iterable[str]) -> None:
-        """Raise a ConfigError where a table lacks a column that an option names."""
         has = list(found)
         for key in ("image_column", "caption_column", "mask_column", "width_column", "height_column"):
             column = getattr(self, key, None)

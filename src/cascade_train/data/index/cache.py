@@ -95,8 +95,8 @@ def picture_facts(path: Path) -> tuple[int, int, int]:
 def header_facts(read: Callable[[int, int], bytes], size: int) -> tuple[int, int, int]:
     """Width, height and checksum of a picture, 0 x 0 without a header.
 
-    `read` returns up to as many bytes from a position on, and is called with ever later ones. Large metadata may come
-    before the size, webp needs the whole file, and the orientation of a PNG may stand in its end.
+    `read(start, size)` is called with ever later positions: large metadata may come before the size, webp needs the
+    whole file, and the orientation of a PNG may stand in its end.
     """
     content = b""
     for limit in (BEGINNING_BYTES, _LONGEST_HEADER_BYTES):
@@ -137,13 +137,9 @@ def load_facts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Facts of files, from the cache for each one that has the same size and modification time.
 
-    The folder or table `owner` has a cache for each `kind` of facts, in `cache_dir`; None = beside it if that can be
-    written, else in the user's cache folder. Files, named below `root`, may be missing or come several times; threads
-    `read` as many facts of each as there are `columns`.
-
-    Returns:
-        (N,) int64 bytes of each file, -1 = there is no such file, or it is a folder; and (N, columns) int64 facts, 0
-        where there is no such file.
+    `owner` has a cache for each `kind` of facts, in `cache_dir`; None = beside it, else in the user's cache folder.
+    Files, named below `root`, may be missing or repeat. Returns (N,) int64 bytes, -1 = no file, and (N, columns) int64
+    facts, 0 = no file.
     """
     row_of = {name: row for row, name in enumerate(dict.fromkeys(names))}
     text = f"{owner.resolve()}|{root.resolve()}|{kind}|{_FORMAT}"

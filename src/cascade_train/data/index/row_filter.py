@@ -214,7 +214,6 @@ def _arguments(node: ast.Lambda, keys: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check(node: ast.expr, names: set[str], depth: int) -> None:
-    """Refuse everything that is not listed in `_fault`."""
     fault = "it is nested too deeply" if depth > MAX_DEPTH else _fault(node, names)
     if fault:
         raise _RefusedError(fault, node)
@@ -248,7 +247,6 @@ def _fault(node: ast.expr, names: set[str]) -> str | None:
 
 
 def _evaluate(node: ast.expr, values: Mapping[str, Any]) -> Any:
-    """Compute a checked tree."""
     match node:
         case ast.Name():
             return values[node.id]

@@ -321,11 +321,9 @@ def _logged_wait(whereabouts: Callable[[], str]) -> Iterator[None]:
 
 
 def begin_worker(worker: int) -> None:
-    """Ignore, in a worker process, the signals that stop a run, and collect no object of before the fork.
+    """Ignore stop signals, which terminals, torchrun and SLURM send to all processes, and freeze inherited objects.
 
-    A terminal, torchrun and SLURM signal all processes of a run; without its workers a run could not reach the step on
-    which all ranks stop. A process group that the collector of a forked worker destroys waits for threads that do not
-    exist there, and never ends.
+    A process group that the collector of a forked worker destroys waits for threads that do not exist there.
     """
     gc.freeze()
     for number in STOP_SIGNALS:

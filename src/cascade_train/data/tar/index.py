@@ -159,7 +159,6 @@ def index_file(tar: Tar, cache_dir: Path | None) -> Path:
 
 
 def _cached_shard(cached: Path) -> ShardIndex | None:
-    """Cached index, or None if there is none; one of another form counts as none."""
     parts = read_cache(cached)
     if parts is None:
         return None
@@ -215,7 +214,6 @@ class JoinedTars:
             yield from done
 
     def _index_one(self, *, again: bool, folders: Collection[Path]) -> bool:
-        """Index the only tar. See `index`."""
         (tar,) = self.tars
         file = index_file(tar, self.cache_dir)
         changed = not file.is_file()

@@ -143,9 +143,8 @@ def _group_by_key(name: str, file: Forward, take: Callable[[Member], T]) -> Iter
 def key_and_extension(name: str) -> tuple[str, str] | None:
     """Split a name as webdataset does: the path up to the first dot of the file's name, and what follows it.
 
-    None where there is no dot. A file's name that begins with one belongs to the folder, unless that has a dot too. Of
-    accents, which systems compose or not, the key has the composed form. Takes time in proportion to the name, unlike
-    webdataset's regular expression.
+    None without a dot. A name that begins with one belongs to the folder, unless that has a dot too. Accents of the key
+    are composed. Linear in the name's length, unlike webdataset's regular expression.
     """
     folder, slash, file = name.rpartition("/")
     stem, dot, extension = file.partition(".")

@@ -60,10 +60,9 @@ def pack(
 ) -> Packed:
     """Write the pictures of a folder as tars `NAME-000000.tar`, ..., and read them back.
 
-    A key is the picture's path without its extension, dots as underscores; `-2` follows where that is taken. Its json
-    has the path and the values beside the picture. Repeats (`multiply.txt`) are left to training, pictures that cannot
-    be read are left out. A seed of None orders samples by name. A ConfigError where tars of the name are there, a
-    RunError where what was written reads back differently.
+    A key is the picture's path without its extension, dots as underscores, `-2` where that is taken; its json has the
+    path and the values. Unreadable pictures are left out. Seed None orders by name. A ConfigError where such tars
+    exist, a RunError where they read back differently.
     """
     source = _Once(path=folder, caption_from=caption_from, metadata=True, index_dir=None, **_READ_IN_ORDER)
     created = [path for path in (out, *out.parents) if not path.exists()]
