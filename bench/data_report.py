@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 
 import PIL
 import torch
 import torchvision
+
+from bench.soak import commit
 
 WORKER_RATIO, END_TO_END_RATIO, PSNR_DB, MAIN_MS = 4.0, 5.0, 57.0, 1.0
 """Targets: at least, at least, at least, below."""
@@ -103,40 +103,32 @@ def verdicts(images: Sequence[PerImage], found: Runs) -> list[tuple[str, bool]]:
 def page(command: str, images: Sequence[PerImage], found: Runs, load: str) -> str:
     """Return the Markdown page."""
     checked = [f"- {'met' if met else '**missed**'}: {text}" for text, met in verdicts(images, found)]
+    targets, whole_runs, single_pictures = map("\n".join, (checked, run_table(found), image_table(images)))
     return f"""# From a JPEG to a training batch
 
     {command}
 
-Commit {_commit()}, {datetime.now(UTC):%Y-%m-%d}. {platform.machine()}, {os.cpu_count()} cores, Python
+Commit {commit()}, {datetime.now(UTC):%Y-%m-%d}. {platform.machine()}, {os.cpu_count()} cores, Python
 {platform.python_version()}, torch {torch.__version__}, torchvision {torchvision.__version__}, Pillow {PIL.__version__}.
 {load}
 1600 x 1200 JPEGs, 4:2:0. CPU time, one thread, medians. Both paths take turns, so ratios are the claims.
 
-{_lines(checked)}
+{targets}
 
 ## Whole runs
 
 From a tar of all qualities to batches in the main process. To the square, the original's workers resize; to the other
 size, as with several aspect ratios, its main process does. Ours does all in the workers.
 
-{_lines(run_table(found))}
+{whole_runs}
 
 ## Single pictures
 
 In one process that keeps its memory: no queue, no shared memory, and no new memory for the original's tensors of 23 MB.
 PSNR is against the same part of PIL's pixels resized in float; two roundings to uint8 alone give about 57.4.
 
-{_lines(image_table(images))}
+{single_pictures}
 """
-
-
-def _lines(rows: Sequence[str]) -> str:
-    return "\n".join(rows)
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
 
 
 _COLUMNS = ("main", "workers", "total", "rate")

@@ -39,7 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.laboratory_rows import BASELINE, KNOWN, NEW, ROWS, STEPS, Row
 from bench.shapes_judge import accuracies
-from bench.tiny_cascade import commit, shapes
+from bench.soak import commit
+from bench.tiny_cascade import shapes
 from cascade_train import evaluate, train
 from cascade_train.data.shapes import Scene, Shapes
 from cascade_train.engine.loop import Trainer

@@ -1,12 +1,11 @@
 """Computed memory of a training step beside what the step takes: of this process, and of its tensors.
 
     python bench/memory.py --out bench/results/memory.md
-    python bench/memory.py --recipes
 
 Each case is a process of its own, which trains three steps on the CPU. `process` is what the second step adds to the
 memory of the process (the kernel's high-water mark, set back before it), `tensors` what the third adds, by recording
 each storage. Computed is what `cascade-train plan` knows, less what is held between steps. Ends with 1 where computed
-and process differ by more than a tenth. `--recipes` prints what is computed for the original's recipes instead.
+and process differ by more than a tenth.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # `tests` composes the recipes
+sys.path.insert(0, str(ROOT))  # `bench` and `tests` are packages of this checkout
+
 WIDE = (
     *("model=c_tiny", "model.weights=null", "model.image_size=512", "data=shapes", "data.num_workers=0"),
     *("model.network.block_out_channels=[384,384]", "model.network.num_attention_heads=[6,6]"),
@@ -52,21 +51,14 @@ HELD = "held between steps"
 MOST_OFF = 0.1
 """Share by which computed and measured may differ."""
 
-RECIPES = (
-    *("controlnet_c_3b_canny", "controlnet_c_3b_identity", "controlnet_c_3b_inpainting", "controlnet_c_3b_sr"),
-    *("finetune_b_3b", "finetune_b_700m", "finetune_c_1b", "finetune_c_3b", "finetune_c_3b_lora"),
-    *("finetune_c_3b_lowres", "finetune_c_3b_v"),
-)
-"""The original's."""
-
 HOST = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Lets the C library give back to the kernel what tensors free."""
 
 
 def status(name: str) -> int:
     """Return a figure of this process's memory in bytes, as the kernel counts it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
 
 
 def be_case(name: str, out: Path) -> None:
@@ -127,13 +119,13 @@ def measure() -> dict[str, dict[str, float]]:
 
 
 def page(results: dict[str, dict[str, float]]) -> str:
-    """Return the page of the results."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+    """Page of the results."""
+    from bench.soak import commit
+
     lines = [
         "# Memory: computed beside measured",
         "",
-        f"`python bench/memory.py`, {datetime.now(UTC):%Y-%m-%d}, commit {commit}, {platform.machine()} CPU.",
+        f"`python bench/memory.py`, {datetime.now(UTC):%Y-%m-%d}, commit {commit()}, {platform.machine()} CPU.",
         "MB (10^6 bytes) that a step adds to what is held between steps, which is the last column. Stage C, width 384,",
         "16 x 16 latents, 8 units.",
         "",
@@ -147,54 +139,14 @@ def page(results: dict[str, dict[str, float]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def recipe_rows() -> list[str]:
-    """Return the table of the original's recipes."""
-    from cascade_train.assembly.planning.devices import USABLE
-    from cascade_train.assembly.planning.memory import memory_of
-    from tests.unit.config.composing import checked
-    from tests.unit.config.test_every_option import overrides
-
-    rows = [
-        "| recipe | one rank, GB | each of 8, GB | a sample more, GB | largest micro-batch on 24, 48, 80, 141 GB"
-        " | on each of 8 | TFLOP a sample | seconds to plan |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name in RECIPES:
-        begun = time.process_time()
-        checkpointed = ("activation_checkpointing=true", "train.micro_batch_size=null")
-        memory, steps = memory_of(checked(*overrides("experiment", name), *checkpointed))
-        split, sizes = memory.over(8), range(1, 257)
-
-        def most(of: Any, sizes: range = sizes) -> str:
-            found = [of.largest(gb * 1e9 * USABLE, sizes, 10**6) for gb in (24, 48, 80, 141)]
-            return ", ".join("-" if size is None else str(size) if size < sizes[-1] else f"{size}+" for size in found)
-
-        more = (memory.total(64, 2) - memory.total(32, 2)) / 32
-        figures = [f"{each / 1e9:.1f}" for each in (memory.total(1, 2), split.total(1, 2))] + [f"{more / 1e9:.2f}"]
-        cells = [
-            name,
-            *figures,
-            most(memory),
-            most(split),
-            f"{steps.flops / 1e12:.2f}",
-            f"{time.process_time() - begun:.1f}",
-        ]
-        rows.append(f"| {' | '.join(cells)} |")
-    return rows
-
-
 def main() -> int:
     """Measure, print, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/memory.md")
-    parser.add_argument("--recipes", action="store_true")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case is not None:
         be_case(args.case, args.out)
-        return 0
-    if args.recipes:
-        print("\n".join(recipe_rows()))
         return 0
     results = measure()
     text = page(results)

@@ -27,9 +27,6 @@ from safetensors.torch import load_file
 from bench.soak_ranks import END_SECONDS, RANKS, SMALL_NETWORK, End, Kill, Ranks, moments
 
 ROOT = Path(__file__).resolve().parents[1]
-CHECKPOINT_EVERY = 5
-MEMORY_SAMPLES = 40
-"""How often the undisturbed ranks note their memory."""
 
 MOST_MORE = {"mib": 0.03, "files": 2.0, "threads": 2.0}
 """Growth from the second quarter of a run to the last: of resident memory as a share, of open files and threads as a
@@ -43,7 +40,7 @@ def arguments(run: Path, steps: int) -> list[str]:
     return [
         *SMALL_NETWORK,
         *("task=finetune", "train.global_batch_size=4", "ema.decay=0.99", "data.num_workers=1"),
-        *("log.every_steps=5", f"checkpoint.every_steps={CHECKPOINT_EVERY}", "sample.every_steps=null"),
+        *("log.every_steps=5", "checkpoint.every_steps=5", "sample.every_steps=null"),
         *(f"train.max_steps={steps}", f"run.dir={run}"),
     ]
 
@@ -51,7 +48,7 @@ def arguments(run: Path, steps: int) -> list[str]:
 def train_undisturbed(folder: Path, steps: int) -> list[str]:
     """Train to the end and return what of each rank's memory, files and threads grew."""
     run, notes = fresh(folder, "undisturbed")
-    end = Ranks(arguments(run, steps), notes, memory_every_steps=max(1, steps // MEMORY_SAMPLES)).end()
+    end = Ranks(arguments(run, steps), notes, memory_every_steps=max(1, steps // 40)).end()
     expect(end, (0,) * RANKS, notes)
     return [f"rank {rank}: {text}" for rank in range(RANKS) for text in growth(notes / f"memory_{rank}.jsonl", steps)]
 
@@ -73,10 +70,9 @@ def train_disturbed(folder: Path, kills: Sequence[Kill], steps: int) -> list[int
 
 def fresh(folder: Path, name: str) -> tuple[Path, Path]:
     """Where a run and its notes lie, without those of an interrupted soak."""
-    places = folder / name, folder / f"{name}_notes"
-    for place in places:
-        shutil.rmtree(place, ignore_errors=True)
-    return places
+    shutil.rmtree(folder / name, ignore_errors=True)
+    shutil.rmtree(folder / f"{name}_notes", ignore_errors=True)
+    return folder / name, folder / f"{name}_notes"
 
 
 def expect(end: End, codes: tuple[int, ...], notes: Path) -> None:
@@ -115,7 +111,7 @@ def differences(one: Path, other: Path, steps: int) -> list[str]:
     mine, others = (records(run, steps) for run in (one, other))
     differing += [f"checkpoint of step {steps}: {name}" for name in mine | others if mine.get(name) != others.get(name)]
     rows, others_rows = metrics(one), metrics(other)
-    if [row["step"] for row in rows] != [row["step"] for row in others_rows]:
+    if len(rows) != len(others_rows):
         return [*differing, f"metrics of {len(rows)} and {len(others_rows)} steps"]
     return differing + [f"metrics of step {a['step']}" for a, b in zip(rows, others_rows, strict=True) if a != b]
 

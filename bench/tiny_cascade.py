@@ -11,13 +11,11 @@ bilinearly. Ends with 1 where a target is missed.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +26,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.shapes_judge import ATTRIBUTES, accuracies
+from bench.soak import commit
 from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.config.saved import to_plain
 from cascade_train.data.cached import read_manifest
@@ -154,14 +153,6 @@ def table(rows: Mapping[str, Mapping[str, float]], targets: Mapping[str, float] 
         yield "| target | " + " | ".join(least) + " |"
     for name, found in rows.items():
         yield f"| {name} | " + " | ".join(f"{100 * found[column]:.1f}" for column in columns) + " |"
-
-
-def commit() -> str:
-    """Return the commit of the checkout, and whether files other than results differ from it."""
-    run = partial(subprocess.run, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
-    name = run(["git", "rev-parse", "--short=8", "HEAD"]).stdout.strip()
-    changed = run(["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results"]).stdout
-    return f"{name}{'-dirty' if changed else ''}" or "unknown"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

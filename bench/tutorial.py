@@ -23,7 +23,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.tiny_cascade import commit, painted
+from bench.soak import commit
+from bench.tiny_cascade import painted
 from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.config.saved import load_saved_config
 
