@@ -27,8 +27,9 @@ def build_node(node: Any, key: str = "", **changed: Any) -> Any:
     try:
         return instantiate(cfg, _convert_="all", **changed)
     except InstantiationException as error:
-        if not isinstance(error.__cause__, ValueError):
-            raise (error.__cause__ or error) from None
-        below = str(error).rpartition("\nfull_key: ")[2] if "\nfull_key: " in str(error) else ""
-        place = below if below.startswith(key) else ".".join(filter(None, (key, below)))
-        raise ConfigError(by_path(str(error.__cause__), place)) from error.__cause__
+        cause, text = error.__cause__ or error, str(error)
+    if not isinstance(cause, ValueError):
+        raise cause  # here, not above, where it would become the context of its own cause
+    below = text.rpartition("\nfull_key: ")[2] if "\nfull_key: " in text else ""
+    place = below if below.startswith(key) else ".".join(filter(None, (key, below)))
+    raise ConfigError(by_path(str(cause), place)) from cause

@@ -69,3 +69,14 @@ def test_an_optimizer_that_only_a_rank_can_make_is_not_refused():
 class NeedsRank(torch.optim.SGD):
     def __init__(self, params: list, lr: float) -> None:
         super().__init__(params, lr=lr / torch.distributed.get_world_size())
+
+
+class Defect:
+    def __init__(self) -> None:
+        raise IndexError("a defect")
+
+
+def test_a_defect_of_a_constructor_has_no_circle_of_causes():
+    with pytest.raises(IndexError, match="a defect") as raised:
+        build_node({"_target_": f"{__name__}.Defect"}, "task")
+    assert raised.value.__context__ is None
