@@ -90,5 +90,5 @@ def test_a_rank_whose_rank_zero_is_killed_says_so_without_stacks_of_the_librarie
     ranks[0].kill()
     (_, _), (_, said) = (rank.communicate(timeout=120) for rank in ranks)
     assert ranks[1].returncode == 1
-    assert said.startswith("[rank 1] Rank 0 has ended, "), said
+    assert said.startswith("[rank 1] The connection to another rank was lost: "), said
     assert said.count("\n") == 1, said

@@ -16,7 +16,7 @@ from torch_fidelity import FeatureExtractorBase, calculate_metrics, register_fea
 
 from cascade_train.commands.evaluate import EvaluateArgs, evaluate
 from cascade_train.config.saved import load_yaml
-from cascade_train.engine.checkpoint.folder import CheckpointFolder, Manifest, write_manifest
+from cascade_train.engine.checkpoint.folder import CheckpointFolder, Manifest, hash_file, write_manifest
 from cascade_train.errors import ConfigError
 from cascade_train.models.formats.weights_source import local_path
 from cascade_train.models.image_quality import ClipScore
@@ -274,15 +274,18 @@ def a_checkpoint_may_go_while_it_is_evaluated(
 
 def test_a_watch_of_a_finished_run_that_is_continued_goes_on(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "checkpoints")
+    stamps: dict[int, str] = {}
 
     def save(step: int, *, finished: bool, weights: str = "first") -> None:
         folder.path(step).mkdir(parents=True, exist_ok=True)
-        manifest = Manifest(step=step, files={}, facts={"finished": finished}, weights=weights)
+        (folder.path(step) / "weights").write_text(weights)
+        files = {"weights": hash_file(folder.path(step) / "weights")}
+        manifest = Manifest(step=step, files=files, facts={"finished": finished})
+        stamps.setdefault(step, manifest.stamp)
         write_manifest(folder.path(step), manifest)
 
     def looked(done: set[int]) -> tuple[int | None, bool]:
-        stamps = {(step, "first") for step in done}
-        found, has_ended = next_checkpoint(folder.directory, stamps)
+        found, has_ended = next_checkpoint(folder.directory, {(step, stamps[step]) for step in done})
         return None if found is None else found.step, has_ended
 
     save(4, finished=True)
@@ -295,7 +298,7 @@ def test_a_watch_of_a_finished_run_that_is_continued_goes_on(tmp_path: Path) -> 
     assert looked({4, 5}) == (None, False), "killed, and not at its new end"
     save(6, finished=True)
     assert looked({4, 5, 6}) == (None, True)
-    save(5, finished=False, weights="second")
+    save(5, finished=False, weights="later")
     assert looked({4, 5, 6}) == (5, False), "saved again after a resume"
 
 

@@ -76,6 +76,7 @@ def train_once(folder: Path) -> None:
                 assert launch([*SMALLEST, f"run.dir={folder / name}"]) == 0, said.getvalue()
             shutil.rmtree(folder / name)
     torch.set_rng_state(before)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as engine/checkpoint, undone with the block
     logging.captureWarnings(False)
     logging.getLogger().handlers.clear()
     logging.getLogger("cascade_train").setLevel(logging.NOTSET)
