@@ -42,7 +42,6 @@ def test_a_rank_that_dies_once_is_started_again_and_the_run_goes_on_from_its_che
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("Rank 1") + done.stderr.count("rank 1") > 0, "the dead rank is named"
     assert "Continuing at step" in done.stderr
     whole = read_metrics(train(tmp_path / "whole", *LONG))
     for one, several in zip(whole, read_metrics(tmp_path / "run"), strict=True):

@@ -53,7 +53,7 @@ def test_what_any_rank_hears_stops_all_on_the_same_step_and_is_said_once(runs, n
 
 def test_a_run_stopped_four_times_equals_one_that_never_was(runs):
     assert read_metrics(runs / "signalled") == read_metrics(runs / "whole")
-    assert json.loads((runs / "signalled" / "export" / "exported.json").read_text()) == {"step": 11}
+    assert json.loads((runs / "signalled" / "export" / "exported.json").read_text())["step"] == 11
 
 
 def test_a_stop_saves_once_and_leaves_a_note_until_the_run_goes_on(runs):
