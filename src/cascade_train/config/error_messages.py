@@ -140,7 +140,8 @@ def _report(error: Exception) -> int:
             _write_error_file(logged(paragraph))
         with handling(lambda *_: os._exit(0)):  # torchrun ends this rank with rank 0, and lists those with other codes
             time.sleep(SECONDS_FOR_RANK_ZERO)
-        _say(f"[rank {rank}] {logged(paragraph)}")  # rank 0 has not failed, so that this is of this rank alone
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # else srun lets the other ranks live when rank 0 has reported
+            _say(f"[rank {rank}] {logged(paragraph)}")  # rank 0 has not failed, so that this is of this rank alone
     return 1 if _is_of_runtime(error) else 2
 
 
