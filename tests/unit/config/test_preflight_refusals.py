@@ -63,7 +63,8 @@ def test_what_a_constructor_gets_is_plain_and_nested_components_come_first():
 
 def test_an_optimizer_that_only_a_rank_can_make_is_not_refused():
     node = {"_target_": f"{__name__}.NeedsRank", "_partial_": True}
-    OptimizerSpec(lr=1.0, scale_lr=False, weight_decay=0.0, algorithm=build_node(node))
+    spec = OptimizerSpec(lr=1.0, scale_lr=False, weight_decay=0.0, algorithm=build_node(node))
+    assert spec.algorithm_class is NeedsRank
 
 
 class NeedsRank(torch.optim.SGD):

@@ -71,7 +71,9 @@ def test_variables_that_are_set_and_empty_are_unset():
 
 @pytest.mark.parametrize("environment", [{"RANK": "0"}, {"WORLD_SIZE": "1"}, {"LOCAL_RANK": "0"}, TORCHRUN])
 def test_variables_of_one_process_and_of_torchrun_pass(environment: dict[str, str]):
+    before = dict(environment)
     adopt_slurm_step(environment)
+    assert environment == before
 
 
 @pytest.mark.parametrize(
